@@ -330,7 +330,7 @@ class BackboneRank:
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
         """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step > self._saver.step:
-            self._saves_s[step] = time.time()
+            self._saves_s[step] = time.monotonic()
             self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
 
     def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
@@ -364,10 +364,10 @@ class BackboneRank:
 
     def _report_saved(self, step: int, directory: Path, problem: str | None) -> None:
         """Tell the driver how a save ended; called in the thread that wrote."""
+        duration_s = time.monotonic() - self._saves_s.pop(step)
         if self._rank != 0:
             return
         if problem is None:
-            duration_s = time.time() - self._saves_s.pop(step)
             self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory), duration_s)
         else:
             self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

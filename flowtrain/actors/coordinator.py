@@ -86,6 +86,7 @@ class Coordinator(Answering, CoordinatorApi):
         """See ``CoordinatorApi``."""
         joined = self._flow.join(name, node_id, feeder)
         self._wake_producers()
+        self._event_signal.notify()  # it may be back
         return joined
 
     async def publish(self, export: SegmentExport) -> None:

@@ -21,6 +21,7 @@ from flowtrain.types.events import (
     CostFitted,
     Event,
     Rejected,
+    Rejoined,
     SpansRecorded,
     UnitDone,
 )
@@ -55,6 +56,7 @@ class Recorder:
         self._meter = StepMeter(run_spec, audit.num_skipped)
         self._held: StepMetrics | None = None
         self._evaluated: list[EvaluationFinished] = []  # of the held step
+        self._restarts: dict[str, Restarted] = {}  # of actors that do not work again yet, by their names
         self.rates = RunRates(self._meter.time_scale)
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -82,13 +84,19 @@ class Recorder:
             self._take_unit(event)
         elif isinstance(event, Rejected):
             self._take_rejections(event)
+        elif isinstance(event, Rejoined):
+            self._tell_restart(event.name, event.down_s)
         else:  # the controller's own
             assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded), event
 
     def restarted(self, name: str, role: Role, reason: str) -> None:
-        """Record that an actor died and is started again."""
+        """Record that an actor died and is started again.
+
+        It is told once the new one works or dies too, at the latest when the run ends.
+        """
         self._meter.restarted()
-        self._stream.emit(Restarted(step=self._stream.step, role=role.value, name=name, reason=reason))
+        self._tell_restart(name)
+        self._restarts[name] = Restarted(step=self._stream.step, role=role.value, name=name, reason=reason)
 
     def flush(self, step: int) -> None:
         """Make ledger, metrics and quarantine durable up to ``step``; called before its checkpoint becomes complete.
@@ -109,7 +117,7 @@ class Recorder:
         return self._evaluations.of_step(step).as_metrics()
 
     def close(self) -> None:
-        """Tell of the held step and close the audit's files; ledger rows after the last flush are dropped.
+        """Tell of what is held, and close the audit's files; ledger rows after the last flush are dropped.
 
         Errors are logged, since they must not replace the one that ended the run.
         """
@@ -117,6 +125,8 @@ class Recorder:
             self._release_held(None)
         except RunFileError as error:
             logger.warning("%s", error)
+        for name in list(self._restarts):
+            self._tell_restart(name)
         self._audit.close()
 
     def _take_unit(self, done: UnitDone) -> None:
@@ -140,11 +150,16 @@ class Recorder:
 
     def _release_held(self, losses: StepLosses | None) -> None:
         """Tell of the last step and its evaluations; it is held while one may still add its loss."""
-        if self._held is None:
-            return
         metrics, self._held = self._held, None
-        if losses is not None:
-            metrics = replace(metrics, eval_loss=losses.mean, eval_losses=losses.by_set)
+        if metrics is not None:
+            if losses is not None:
+                metrics = replace(metrics, eval_loss=losses.mean, eval_losses=losses.by_set)
+            self._tell_step(metrics)
+        evaluated, self._evaluated = self._evaluated, []
+        for event in evaluated:
+            self._stream.emit(event)
+
+    def _tell_step(self, metrics: StepMetrics) -> None:
         self.last = metrics
         self.rates.take(metrics)
         self._stream.emit(StepFinished(metrics=metrics))
@@ -152,9 +167,11 @@ class Recorder:
             self._stream.warn(
                 f"step {metrics.step}: weights and optimizer went back to the checkpoint of step {metrics.rewound_to}"
             )
-        evaluated, self._evaluated = self._evaluated, []
-        for event in evaluated:
-            self._stream.emit(event)
+
+    def _tell_restart(self, name: str, down_s: float | None = None) -> None:
+        """Tell of an actor's last death, unless it was told. down_s: until it worked again; None: it does not."""
+        if (restart := self._restarts.pop(name, None)) is not None:
+            self._stream.emit(replace(restart, down_s=down_s))
 
     def _take_rejections(self, event: Rejected) -> None:
         self.num_rejected, self.num_seen = event.num_rejected, event.num_seen

@@ -26,6 +26,11 @@ class _TraceFile:
     def _open(self, path: Path) -> None:
         self._writer = TraceWriter(path)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing so far."""
+        return self._writer is not None and self._diagnostic.is_on
+
     def take(self, event: SpansRecorded) -> None:
         """Write an event."""
         if self._writer is not None:
@@ -47,6 +52,8 @@ class RunTraces:
         self._files = files
         self._first: _TraceFile | None = _TraceFile(files.trace, num_done + num_steps)
         self._window: _TraceFile | None = None
+        self.lacks_something = False
+        """Whether the window that was closed last could not be written to its end."""
         self._step_done(num_done)
         take_request(files)  # one that an earlier run did not see
 
@@ -87,6 +94,7 @@ class RunTraces:
     def close_window(self) -> None:
         """Close the window, if one is open."""
         if self._window is not None:
+            self.lacks_something = not self._window.is_whole
             self._window.close()
             self._window = None
 

@@ -99,7 +99,7 @@ class TraceDesk:
         late = time.monotonic() - window.ended_s > PROFILES_S
         if window.profiles and waiting and not late:
             return
-        notes = _notes(done) if window.profiles else []
+        notes = self._faults() + (_notes(done) if window.profiles else [])
         if window.profiles and waiting:
             notes.append(f"{len(waiting)} actors have not written their profiles within {PROFILES_S:g} s")
         self._done(window, window.answer.last_step, notes)
@@ -110,10 +110,15 @@ class TraceDesk:
             return
         is_whole = not self._traces.has_window
         self._traces.close_window()
-        notes = [] if is_whole else [f"the run ended after step {self._traces.num_done}"]
+        notes = self._faults()
+        if not is_whole:
+            notes.append(f"the run ended after step {self._traces.num_done}")
         if window.profiles:
             notes += _notes(ray.wait(window.orders, num_returns=len(window.orders), timeout=0)[0])
         self._done(window, window.answer.last_step if is_whole else self._traces.num_done, notes)
+
+    def _faults(self) -> list[str]:
+        return ["trace.json is not complete; the log of the run says why"] if self._traces.lacks_something else []
 
     def _done(self, window: _Window, last_step: int, notes: list[str]) -> None:
         self._window = None

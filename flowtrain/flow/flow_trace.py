@@ -80,6 +80,8 @@ class FlowTrace:
             self._log.counters((Counter(name, "pool dram", now_s, {"used bytes": 0.0, "free bytes": 0.0}),))
 
     def joined(self, name: str) -> None:
-        """Note that a process has joined; one that was lost is back with it."""
+        """Note that a process has joined; one that was lost is back with it, which the driver hears of too."""
         if (lost_s := self._lost_s.pop(name, None)) is not None:
-            self.record((Span(name, "restart", lost_s, self._log.now_s),))
+            now_s = self._log.now_s
+            self.record((Span(name, "restart", lost_s, now_s),))
+            self._log.rejoined(name, now_s - lost_s)

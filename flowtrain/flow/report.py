@@ -17,6 +17,7 @@ from flowtrain.types.events import (
     Event,
     LedgerRow,
     Rejected,
+    Rejoined,
     SpansRecorded,
     UnitDone,
 )
@@ -45,6 +46,8 @@ class EventLog:
         self._num_rejected = num_rejected
         self._num_seen = num_seen
         self._events: list[Event] = []
+        self._spans: list[Span] = []
+        self._counters: list[TraceCounter] = []
         self.has_news = False
         """Whether the driver must get the events now; spans alone can wait."""
         self._reports: dict[int, list[RankReport]] = {}
@@ -59,6 +62,7 @@ class EventLog:
 
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call."""
+        self._gather()
         events = tuple(self._events)
         self._events.clear()
         self.has_news = False
@@ -79,12 +83,24 @@ class EventLog:
 
     def spans(self, spans: tuple[Span, ...], num_done: int) -> None:
         """Keep spans for the trace. num_done: steps done so far."""
-        if spans and self.is_tracing(num_done):
-            self._events.append(SpansRecorded(spans))
+        if self.is_tracing(num_done):
+            self._spans.extend(spans)
 
     def counters(self, counters: tuple[TraceCounter, ...]) -> None:
         """Keep values for the trace; call it only while it is on."""
-        self._events.append(SpansRecorded((), counters))
+        self._counters.extend(counters)
+
+    def _gather(self) -> None:
+        """Make one event of what the trace got; it comes before the end of a step, which may end the trace."""
+        if self._spans or self._counters:
+            self._events.append(SpansRecorded(tuple(self._spans), tuple(self._counters)))
+            self._spans.clear()
+            self._counters.clear()
+
+    def _tell(self, *events: Event) -> None:
+        self._gather()
+        self._events.extend(events)
+        self.has_news = True
 
     def stats(self, owner: int, stats: PoolStats | None) -> None:
         """Note the occupancy of a process's segment; None: no new values."""
@@ -115,19 +131,19 @@ class EventLog:
         """Note samples that were quarantined, each for the first time."""
         if rejections:
             self._num_rejected += sum(rejection.ref.position < EVAL_POSITION_BASE for rejection in rejections)
-            self.has_news = True
-            self._events.append(Rejected(tuple(rejections), self._num_rejected, self._num_seen))
+            self._tell(Rejected(tuple(rejections), self._num_rejected, self._num_seen))
+
+    def rejoined(self, name: str, down_s: float) -> None:
+        """Note that a process which was lost is back after so many seconds."""
+        self._tell(Rejoined(name, down_s))
 
     def checkpoint_written(self, step: int, directory: str, duration_s: float = 0.0) -> None:
         """Note that all ranks have written their shares of a checkpoint. duration_s: what it took them."""
-        self._events.extend(self._refitter.fitted(step))
-        self.has_news = True
-        self._events.append(CheckpointWritten(step, directory, duration_s))
+        self._tell(*self._refitter.fitted(step), CheckpointWritten(step, directory, duration_s))
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Note that a checkpoint could not be written."""
-        self.has_news = True
-        self._events.append(CheckpointFailed(step, reason))
+        self._tell(CheckpointFailed(step, reason))
 
     def finished(self, members: Sequence[RankReport]) -> bool:
         """Note that a replica finished a unit; True once all replicas have, and then ``unit_done`` is due.
@@ -162,8 +178,7 @@ class EventLog:
         reports = tuple(sorted(self._reports.pop(plan.unit.index), key=attrgetter("dp_rank")))
         source_losses = _source_losses(reports, rows)
         reports = tuple([replace(each, sample_losses=()) for each in reports])  # the driver needs no more of them
-        self.has_news = True
-        self._events.append(
+        self._tell(
             UnitDone(
                 unit=plan.unit,
                 reports=reports,
@@ -189,7 +204,7 @@ class EventLog:
                 pool=segments,
             )
         )
-        self._events.extend(self._refitter.take(plan, reports))
+        self._tell(*self._refitter.take(plan, reports))
         self._produced_mark = num_produced
         self._blocked_s = 0.0
         self._read_by_transport.clear()

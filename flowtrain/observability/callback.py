@@ -36,7 +36,7 @@ class Callback:
         """A checkpoint is complete."""
 
     def on_restart(self, event: Restarted) -> None:
-        """An actor died and is started again."""
+        """An actor died and was started again."""
 
     def on_quarantine(self, event: Quarantined) -> None:
         """A sample was rejected."""

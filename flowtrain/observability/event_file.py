@@ -65,7 +65,11 @@ class EventFile:
     def _append(self, record: dict[str, Any]) -> None:
         if self._lines is None:
             lines = JsonLines(self._path)
-            lines.keep(lambda record: True)  # a kill may have torn the last line
+            try:
+                lines.keep(lambda record: True)  # a kill may have torn the last line
+            except BaseException:
+                lines.close()  # each event tries again
+                raise
             self._lines = lines
         if self._lines.waiting_nbytes > MAX_WAITING_NBYTES:
             self._lines.flush()

@@ -84,6 +84,8 @@ class RayMetricsSink(Callback):
         }
         self._tags = dict.fromkeys(RUN_TAGS, "")
         self._pool: dict[tuple[str, str, str], PoolUse] = {}
+        # Counted before the start, when the tags are not known; None: the run has started.
+        self._early: list[tuple[str, int, dict[str, str]]] | None = []
 
     def on_run_start(self, event: RunStarted) -> None:
         """Note the run's name, and set what is known before the first step."""
@@ -94,6 +96,9 @@ class RayMetricsSink(Callback):
             self._show(name)
         for role in event.roles:
             self._show("restarts", role=role)
+        early, self._early = self._early, None
+        for name, count, tags in early or ():
+            self._count(name, count, **tags)
 
     def on_step(self, event: StepFinished) -> None:
         """Show a finished step."""
@@ -149,6 +154,9 @@ class RayMetricsSink(Callback):
         self._gauges.set(name, value, self._tags | tags)
 
     def _count(self, name: str, count: int, **tags: str) -> None:
+        if self._early is not None:
+            self._early.append((name, count, tags))
+            return
         if count:
             self._counters[name].inc(count, self._tags | tags)
 

@@ -129,8 +129,8 @@ def _window(run: RunDir, request: TraceRequest, answer: TraceAnswer) -> TraceWin
     for kind, is_asked in (("profiler", request.profiler), ("memory", request.memory)):
         if is_asked and not any(path.name.startswith(f"{kind}-") for path in others):
             notes.append(f"no actor has written a {kind} file yet; the logs of the actors say why")
-    files = (directory / "trace.json", *others)
-    return TraceWindow(directory, answer.first_step, answer.last_step, files, "; ".join(notes) or None)
+    files = [path for path in (directory / "trace.json", *others) if path.is_file()]
+    return TraceWindow(directory, answer.first_step, answer.last_step, tuple(files), "; ".join(notes) or None)
 
 
 def _withdraw(run: RunDir, request: TraceRequest) -> None:

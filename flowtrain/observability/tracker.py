@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from flowtrain.observability.callback import deliver
-from flowtrain.types.run_events import Noted, RunEvent, RunStarted
+from flowtrain.types.run_events import RunEnded, RunEvent, RunStarted
 
 MAX_WAITING = 1024
 """Events that may wait for a tracker."""
@@ -29,7 +29,7 @@ class Tracker:
         self._make = make
         self._clock = clock
         self._events: queue.Queue[RunEvent | None] = queue.Queue(MAX_WAITING)
-        # Notes from before the start; None once they are passed on. A tracker hears of the start first.
+        # What happened before the start; None once it is passed on. A tracker hears of the start first.
         self._early: list[RunEvent] | None = []
         self._lock = threading.Lock()
         self._is_off = False
@@ -73,7 +73,7 @@ class Tracker:
     def _in_order(self, event: RunEvent) -> list[RunEvent]:
         if self._early is None:
             return [event]
-        if isinstance(event, Noted):
+        if not isinstance(event, RunStarted | RunEnded):
             self._early.append(event)
             return []
         early, self._early = self._early, None

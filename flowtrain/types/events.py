@@ -1,4 +1,5 @@
-"""Events that the coordinator sends to the driver: units done, rejections, checkpoints, fitted costs, spans."""
+"""Events that the coordinator sends to the driver: units done, rejections, processes that are back, checkpoints, costs,
+spans."""
 
 from __future__ import annotations
 
@@ -98,6 +99,16 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoined:
+    """A process of the pool that was lost is back: its actor was started again."""
+
+    name: str
+    """Name of the actor."""
+    down_s: float
+    """Seconds from the report of its loss until the new process joined."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointWritten:
     """All ranks wrote their shares of the checkpoint after ``step`` into ``directory``; the driver commits it."""
 
@@ -144,4 +155,4 @@ class SpansRecorded:
     counters: tuple[Counter, ...] = ()
 
 
-Event = UnitDone | Rejected | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded
+Event = UnitDone | Rejected | Rejoined | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded

@@ -111,7 +111,7 @@ class CheckpointFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """An actor died and is started again."""
+    """An actor died and was started again. It is told once the new one works or dies too, or the run ends."""
 
     step: int
     role: str
@@ -119,7 +119,7 @@ class Restarted:
     reason: str
     """Why it died."""
     down_s: float | None = None
-    """From its death until it worked again; None: not known."""
+    """Seconds from its death until the new one worked; None: it did not."""
     timestamp: float = field(default_factory=time.time)
 
 

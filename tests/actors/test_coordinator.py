@@ -18,7 +18,7 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.observability.clocks import monotonic_clock_name
 from flowtrain.types.evaluation import EvalRounds
-from flowtrain.types.events import SpansRecorded, UnitDone
+from flowtrain.types.events import Rejoined, SpansRecorded, UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import (
     EncoderReport,
@@ -479,5 +479,16 @@ def test_its_clock_is_the_runs_clock_and_steps_are_traced_on_demand() -> None:
         world.coordinator._flow._reject((rejection_of(1),))
         events = await soon(world.coordinator.events())
         assert any(isinstance(event, SpansRecorded) for event in events)
+
+    play(scenario)
+
+
+def test_the_driver_hears_at_once_that_a_process_is_back() -> None:
+    async def scenario(world: World) -> None:
+        await world.coordinator.process_lost("encoder-0")
+        events = await waiting(world.coordinator.events())
+        await world.coordinator.join("encoder-0", "node")
+        (event,) = await soon(events)
+        assert isinstance(event, Rejoined) and event.name == "encoder-0"
 
     play(scenario)

@@ -13,7 +13,7 @@ from flowtrain.errors import ConfigError
 def test_names_paths_and_options_are_kept(minimal: Path, tmp_path: Path) -> None:
     overrides = [
         "observability.trackers=[tensorboard, my.board:Board]",
-        "observability.tracker_options={tensorboard: {flush_secs: 2}, 'my.board:Board': {colour: red}}",
+        "observability.tracker_options={tensorboard: {logdir: boards}, 'my.board:Board': {colour: red}}",
     ]
     config = load_config(minimal, overrides, check_paths=False)
     assert config.observability.trackers == ("tensorboard", "my.board:Board")

@@ -30,7 +30,7 @@ from flowtrain.observability.stream import EventStream
 from flowtrain.observability.trace import read_spans
 from flowtrain.scheduler.cost import eq3
 from flowtrain.types.evaluation import EvalRounds
-from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, Rejoined, SpansRecorded, UnitDone
 from flowtrain.types.memory import SegmentUse, Tier
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.metrics import PoolUse, StepMetrics
@@ -538,3 +538,30 @@ def test_going_back_to_a_checkpoint_is_told_after_the_step(world: World) -> None
     step, note = world.told
     assert isinstance(step, StepFinished) and isinstance(note, Noted)
     assert note.level == "warning" and "went back to the checkpoint of step 0" in note.text
+
+
+def test_a_restart_is_told_once_the_actor_works_again_or_at_the_end(world: World) -> None:
+    recorder = world.record(done(train_unit(1)))
+    recorder.restarted("encoder-1", Role.ENCODER, "killed")
+    recorder.take(Rejoined("encoder-0", 1.0))  # no death of it is known
+    assert not any(isinstance(event, Restarted) for event in world.told)
+    recorder.take(Rejoined("encoder-1", 2.5))
+    recorder.restarted("encoder-1", Role.ENCODER, "killed again")
+    recorder.restarted("encoder-1", Role.ENCODER, "before it worked")
+    recorder.restarted("feeder-0", Role.FEEDER, "lost")
+    recorder.close()
+    told = [(event.name, event.reason, event.down_s) for event in world.told if isinstance(event, Restarted)]
+    assert told == [
+        ("encoder-1", "killed", 2.5),
+        ("encoder-1", "killed again", None),
+        ("encoder-1", "before it worked", None),
+        ("feeder-0", "lost", None),
+    ]
+
+
+def test_an_evaluation_that_comes_after_its_step_was_told_is_told_too(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)))
+    recorder.flush(2)
+    recorder.take(done(eval_unit(2), loss=7.0))
+    assert isinstance(world.told[-1], EvaluationFinished) and world.told[-1].loss == 7.0
+    assert world.steps() == [1, 2]

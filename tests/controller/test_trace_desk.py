@@ -19,6 +19,7 @@ from flowtrain.observability.trace_request import TraceAnswer, TraceState, read_
 from flowtrain.types.tracing import TraceOrder, TraceSteps
 from tests.controller.fake_ray import FakeRay, Ref, died
 from tests.controller.test_run_traces import run
+from tests.disk import full_from
 
 FIRST = 4
 
@@ -176,3 +177,15 @@ def test_an_error_of_the_desk_ends_no_run(world: World, caplog: pytest.LogCaptur
     assert "training goes on" in caplog.text and world.answer.state is TraceState.REFUSED
     assert not world.traces.has_window
     world.desk.close()
+
+
+def test_whoever_asked_learns_that_the_disk_was_full(world: World) -> None:
+    world.request("a", steps=2)
+    with full_from((world.files.windows / "steps-4-5" / "trace.json").stat().st_size):
+        run(world.traces, [4])
+    run(world.traces, [5])
+    world.desk.poll()
+    assert world.answer.state is TraceState.DONE and "trace.json is not complete" in (world.answer.reason or "")
+    world.request("b", steps=1)
+    world.desk.close()
+    assert world.answer.reason == "the run ended after step 5", "the next one is whole again"

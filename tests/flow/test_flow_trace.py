@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.flow.flow import Flow
-from flowtrain.types.events import SpansRecorded
+from flowtrain.types.events import CheckpointFailed, Rejoined, SpansRecorded
 from flowtrain.types.messages import EncoderReport, Span
 from flowtrain.types.tracing import Counter, TraceSteps
 from tests.flow.simulation import SimulatedEncoder, SimulatedFeeder, build_flow, located, report_of
@@ -158,3 +158,28 @@ def test_reports_of_a_lost_process_are_no_counters() -> None:
     recorded(flow)
     flow.hand_in(encoder.index, EncoderReport(stats=encoder.stats))
     assert [each for each in recorded(flow)[1] if each.actor == "encoder-0"] == []
+
+
+def test_the_driver_hears_for_how_long_a_process_was_gone() -> None:
+    flow = build_flow(dp_size=1)
+    joined(flow)
+    flow.process_lost("encoder-0")
+    assert flow.log.take() == () and not flow.log.has_news, "it is not back yet"
+    flow.join("encoder-0", "node")
+    assert flow.log.has_news, "also where nothing is traced"
+    (event,) = flow.log.take()
+    assert isinstance(event, Rejoined) and event.name == "encoder-0" and event.down_s >= 0.0
+
+
+def test_what_the_trace_gets_between_two_other_events_is_one_event_before_the_second() -> None:
+    flow = build_flow(trace_steps=3, dp_size=1)
+    for number in range(2):
+        flow.trace.record((Span("x", f"work {number}", 0.0, 1.0),))
+        flow.trace.ahead()
+    flow.log.checkpoint_failed(1, "no room")
+    flow.trace.record((Span("x", "more work", 1.0, 2.0),))
+    first, failed, second = flow.log.take()
+    assert isinstance(first, SpansRecorded) and [span.name for span in first.spans] == ["work 0", "work 1"]
+    assert len(first.counters) == 4 and isinstance(failed, CheckpointFailed)
+    assert isinstance(second, SpansRecorded) and len(second.spans) == 1 and second.counters == ()
+    assert flow.log.take() == ()

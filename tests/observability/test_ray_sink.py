@@ -183,3 +183,14 @@ def test_gauges_last_until_the_end_of_the_run(metrics: Metrics, lasting: list[La
     assert gauges._thread is not None and gauges._thread.is_alive()
     deliver(sink, ENDED)
     assert not gauges._thread.is_alive()
+
+
+def test_what_is_counted_before_the_start_counts(metrics: Metrics) -> None:
+    sink = ray_sink.RayMetricsSink()
+    for event in (QUARANTINED, RESTARTED):  # while models are still loaded
+        deliver(sink, event)
+    assert metrics.values == {}, "the run's name is not known yet"
+    deliver(sink, started())
+    assert metrics.of("quarantined") == 1 and metrics.of("restarts", role="encoder") == 1
+    deliver(sink, QUARANTINED)
+    assert metrics.of("quarantined") == 2

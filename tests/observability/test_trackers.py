@@ -1,9 +1,11 @@
-"""TensorBoard, Weights & Biases and MLflow over stand-ins of their libraries; a class of the user's own."""
+"""TensorBoard for real; Weights & Biases and MLflow over stand-ins of their libraries; a class of the user's own."""
 
 from __future__ import annotations
 
 import json
+import struct
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from flowtrain.observability.trackers.tensorboard import TensorBoardTracker
 from flowtrain.observability.trackers.wandb import WandbTracker
 from flowtrain.types.metrics import PoolUse
 from flowtrain.types.run_events import Noted, RunEvent, RunStarted, StepFinished
+from tests.disk import full_from
 from tests.observability.events import CHECKPOINT, ENDED, EVALUATED, T0, started
 
 
@@ -73,41 +76,64 @@ def test_the_numbers_of_a_step_are_those_of_its_line(make_metrics: Any) -> None:
 # --- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
+def board_of(directory: Path) -> list[Any]:
+    """The events of all files in a directory: each record is a length, a checksum, the event, a checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    events = []
+    for file in sorted(directory.glob("events.out.tfevents.*")):
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack_from("<Q", data)
+            events.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return events
+
+
 @pytest.fixture
-def boards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Calls]]:
-    found: list[tuple[dict[str, Any], Calls]] = []
-
-    def writer(**options: Any) -> Calls:
-        found.append((options, Calls()))
-        return found[-1][1]
-
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=writer))  # type: ignore[arg-type]
-    return found
+def tensorboard() -> None:
+    pytest.importorskip("tensorboardX", reason="pip install 'flowtrain[tensorboard]'")
 
 
-def test_tensorboard_gets_numbers_texts_and_pictures(run: Path, make_metrics: Any, boards: Any) -> None:
-    whole_run(TensorBoardTracker(max_queue=3), run, make_metrics)
-    ((options, calls),) = boards
-    assert options == {"logdir": str(run / "tensorboard"), "flush_secs": 10, "max_queue": 3}
-    scalars = {name: (value, step, at) for name, value, step, at in calls.of("add_scalar")}
-    assert scalars["loss"] == (0.5, 2, T0) and scalars["source_losses/cats"] == (0.75, 2, T0)
-    assert "grad_norm" not in scalars, "it is not finite"
-    assert scalars["eval/held-out/loss"] == (0.5, 2, T0) and scalars["checkpoint/nbytes"] == (1000, 2, T0)
-    config, sample = calls.of("add_text")
-    assert config[0] == "config" and '"name": "small"' in config[1]
-    assert sample[0] == "eval/held-out/0"
-    assert all(line.startswith("    ") for line in sample[1].splitlines()), "a block of code: no Markdown, no HTML"
-    assert (
-        "what is <b>this</b>?" in sample[1] and "reference: a cat" in sample[1] and "generated: a **dog**" in sample[1]
+@pytest.mark.usefixtures("tensorboard")
+def test_tensorboard_gets_numbers_texts_and_pictures(run: Path, make_metrics: Any) -> None:
+    whole_run(TensorBoardTracker(), run, make_metrics)
+    found = {value.tag: (event, value) for event in board_of(run / "tensorboard") for value in event.summary.value}
+
+    def number(tag: str) -> tuple[float, int, float]:
+        event, value = found[tag]
+        return value.simple_value, event.step, event.wall_time
+
+    assert number("loss") == (0.5, 2, T0) and number("source_losses/cats") == (0.75, 2, T0)
+    assert "grad_norm" not in found, "it is not finite"
+    assert number("eval/held-out/loss") == (0.5, 2, T0) and number("checkpoint/nbytes") == (1000, 2, T0)
+    assert found["loss"][0] is found["source_losses/cats"][0], "a step is one event"
+    config, sample = (
+        found[f"{tag}/text_summary"][1].tensor.string_val[0].decode() for tag in ("config", "eval/held-out/0")
     )
-    ((tag, pixels, step, _),) = calls.of("add_image")
-    assert (tag, pixels.shape, step) == ("eval/held-out/0/0", (3, 5, 3), 2)
-    assert calls[-1][0] == "close"
+    assert '"name": "small"' in config
+    assert all(line.startswith("    ") for line in sample.splitlines()), "a block of code: no Markdown, no HTML"
+    assert "what is <b>this</b>?" in sample and "reference: a cat" in sample and "generated: a **dog**" in sample
+    event, picture = found["eval/held-out/0/0"]
+    assert (picture.image.height, picture.image.width, event.step) == (3, 5, 2)
+    assert not any(event.HasField("session_log") for event in board_of(run / "tensorboard"))
 
 
-def test_tensorboard_forgets_what_a_resume_repeats(run: Path, make_metrics: Any, boards: Any) -> None:
-    whole_run(TensorBoardTracker(), run, make_metrics, step=7, resumed_from=7)
-    assert boards[0][0]["purge_step"] == 8
+@pytest.mark.usefixtures("tensorboard")
+def test_tensorboard_forgets_what_a_resume_repeats(run: Path, make_metrics: Any) -> None:
+    whole_run(TensorBoardTracker(str(run / "boards")), run, make_metrics, step=7, resumed_from=7)
+    (again,) = [event for event in board_of(run / "boards") if event.HasField("session_log")]
+    assert again.step == 8 and again.session_log.status == again.session_log.START
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_tensorboard_waits_for_nothing_on_a_full_disk(run: Path, make_metrics: Any) -> None:
+    threads = set(threading.enumerate())
+    tracker = TensorBoardTracker()
+    tracker.on_run_start(started(run))
+    with full_from(0), pytest.raises(OSError):
+        tracker.on_step(StepFinished(metrics=make_metrics(1)))
+    assert set(threading.enumerate()) == threads, "nobody is left who waits for room on the disk"
 
 
 # --- Weights & Biases ------------------------------------------------------------------------------------------------

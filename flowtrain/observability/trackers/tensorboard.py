@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from flowtrain.observability.callback import Callback
+from flowtrain.observability.files import PRIVATE_DIRECTORY
 from flowtrain.observability.trackers.scalars import checkpoint_scalars, evaluation_scalars, step_scalars
 from flowtrain.types.run_events import (
     CheckpointFinished,
@@ -20,56 +21,77 @@ from flowtrain.types.run_events import (
     StepFinished,
 )
 
-FLUSH_S = 10
-"""The longest that written values wait in memory."""
-
 
 class TensorBoardTracker(Callback):
-    """Writes event files into ``tensorboard/`` of the run's directory. options: of tensorboardX's ``SummaryWriter``."""
+    """Writes event files, one event for all numbers of a step.
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    It takes the part of tensorboardX that writes at once. ``SummaryWriter`` writes in a thread of its own, and once a
+    full disk has ended that, waits for it for ever, also when the process ends.
+
+    logdir: by default ``tensorboard/`` in the run's directory.
+    """
+
+    def __init__(self, logdir: str | None = None) -> None:
+        self._logdir = logdir
         self._writer: Any = None
         self._directory = Path()
 
     def on_run_start(self, event: RunStarted) -> None:
-        """Open the files; those of a run that is resumed forget later steps."""
-        from tensorboardX import SummaryWriter
+        """Open a file; those of a run that is resumed forget later steps."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import text
 
         self._directory = Path(event.directory)
-        options: dict[str, Any] = {"logdir": str(self._directory / "tensorboard"), "flush_secs": FLUSH_S}
+        directory = Path(self._logdir).expanduser() if self._logdir is not None else self._directory / "tensorboard"
+        directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"))
+        step = event.step + 1
+        self._writer.write_event(Event(wall_time=event.timestamp, step=step, file_version="brain.Event:2"))
         if event.resumed_from is not None:
-            options["purge_step"] = event.resumed_from + 1
-        self._writer = SummaryWriter(**options | self._options)
-        self._writer.add_text("config", _code(json.dumps(event.config, indent=2)), event.step)
+            again = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of this step and later ones
+            self._writer.write_event(Event(wall_time=event.timestamp, step=step, session_log=again))
+        self._write(text("config", _code(json.dumps(event.config, indent=2))), event)
 
     def on_step(self, event: StepFinished) -> None:
         """Write a step's numbers."""
-        self._add(step_scalars(event.metrics), event)
+        self._write_scalars(step_scalars(event.metrics), event)
 
     def on_evaluation(self, event: EvaluationFinished) -> None:
         """Write the loss of a held-out set, and what the model generated."""
-        self._add(evaluation_scalars(event), event)
+        from tensorboardX.summary import image, text
+
+        self._write_scalars(evaluation_scalars(event), event)
         for number, sample in enumerate(event.generated):
             tag = f"eval/{event.name}/{number}"
-            self._writer.add_text(tag, _code(_shown(sample)), event.step, event.timestamp)
+            self._write(text(tag, _code(_shown(sample))), event)
             for index, file in enumerate(sample.images):
-                with Image.open(self._directory / file) as image:
-                    pixels = np.asarray(image.convert("RGB"))
-                self._writer.add_image(f"{tag}/{index}", pixels, event.step, event.timestamp, dataformats="HWC")
+                with Image.open(self._directory / file) as picture:
+                    pixels = np.asarray(picture.convert("RGB"))
+                self._write(image(f"{tag}/{index}", pixels, dataformats="HWC"), event)
 
     def on_checkpoint(self, event: CheckpointFinished) -> None:
         """Write how long a checkpoint took."""
-        self._add(checkpoint_scalars(event), event)
+        self._write_scalars(checkpoint_scalars(event), event)
 
     def on_run_end(self, event: RunEnded) -> None:
-        """Close the files."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
-    def _add(self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, event.step, event.timestamp)
+    def _write_scalars(
+        self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished
+    ) -> None:
+        from tensorboardX.summary import Summary, scalar
+
+        self._write(Summary(value=[scalar(name, value).value[0] for name, value in scalars.items()]), event)
+
+    def _write(self, summary: Any, event: RunStarted | StepFinished | EvaluationFinished | CheckpointFinished) -> None:
+        """Write a summary; raises OSError if the disk refuses it."""
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._writer.write_event(Event(wall_time=event.timestamp, step=event.step, summary=summary))
+        self._writer.flush()
 
 
 def _shown(sample: GeneratedSample) -> str:

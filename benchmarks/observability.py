@@ -1,0 +1,131 @@
+"""What it costs to watch a run: CPU seconds of the quickstart with everything on against everything off.
+
+python benchmarks/observability.py [--pairs N] [--steps N] [--json]
+
+A pair is two runs of `flowtrain train configs/quickstart.yaml`, in turns with either one first. On: every step is traced,
+TensorBoard follows, Ray gets its metrics, lines of progress, and the report with its pictures at the end. Off: none of
+that. CPU seconds are those of all processes of a run, Ray's too, from the command to the end of the last of them.
+Ray's own dashboard runs in both, as it does by default. Needs tensorboardX (`pip install '.[tensorboard]'`).
+Exits with 1 if a run fails, if what is on has left nothing, or if two runs have different losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import median, stdev
+
+from _cpu_of_run import cpu_seconds
+from _report import Figure, at_most, emit
+
+from flowtrain.config.load import load_config
+from flowtrain.observability.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+TARGET = 0.01
+ON = (
+    "observability.trackers=[tensorboard]",
+    "observability.report=true",
+    "observability.report_thumbnails=true",
+    "observability.ray_metrics=true",
+    "observability.progress=plain",
+)
+OFF = (
+    "observability.trackers=[]",
+    "observability.trace.steps=0",
+    "observability.report=false",
+    "observability.ray_metrics=false",
+    "observability.progress=off",
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run: its CPU seconds, its median step time in seconds, and the losses of its steps."""
+
+    cpu_s: float
+    step_s: float
+    losses: tuple[tuple[float, float | None], ...]
+
+
+def run(name: str, overrides: tuple[str, ...], steps: int, directory: Path) -> Watched:
+    """Train the quickstart in a process of its own."""
+    values = [f"name={name}", f"runs_dir={directory}", f"training.max_steps={steps}", *overrides]
+    command = [sys.executable, "-m", "flowtrain.cli.app", "train", str(QUICKSTART), *values]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    try:
+        cpu_s = cpu_seconds(command, environment, ROOT, directory / f"{name}.log")
+    except RuntimeError as error:
+        sys.exit(str(error))
+    lines = list(read_metrics(directory / name / "metrics.jsonl"))
+    losses = tuple((line["loss"], line["eval_loss"]) for line in lines)
+    return Watched(cpu_s, median(line["step_time_s"] for line in lines), losses)
+
+
+def check_shown(root: Path) -> None:
+    """Exit if a run with everything on has left nothing of a part."""
+    files = [root / "report.html", *(root / "tensorboard").glob("events.*")]
+    if len(files) < 2 or not all(file.is_file() and file.stat().st_size > 1000 for file in files):
+        sys.exit(f"{root}: report.html or TensorBoard's files are missing, so not everything was on")
+    if (root / "trace.json").stat().st_size < 10_000:
+        sys.exit(f"{root}: trace.json has no steps, so not everything was on")
+
+
+def measure_pair(number: int, steps: int, directory: Path) -> tuple[Watched, Watched]:
+    """Run with everything on and with everything off; even pairs begin with on."""
+    overrides = {"on": (*ON, f"observability.trace.steps={steps}"), "off": OFF}
+    found = {}
+    for name in ("on", "off") if number % 2 == 0 else ("off", "on"):
+        found[name] = run(f"{name}-{number}", overrides[name], steps, directory)
+        if name == "on":
+            check_shown(directory / f"on-{number}")
+        shutil.rmtree(directory / f"{name}-{number}")
+    on, off = found["on"], found["off"]
+    if on.losses != off.losses:
+        sys.exit(f"pair {number}: the losses with everything on are other ones than with everything off")
+    text = f"pair {number}: {on.cpu_s:.1f} and {off.cpu_s:.1f} CPU seconds, {_cost(on.cpu_s, off.cpu_s):+.2%}"
+    print(text, file=sys.stderr, flush=True)
+    return on, off
+
+
+def _cost(on: float, off: float) -> float:
+    return on / off - 1.0
+
+
+def _spread(values: list[float]) -> str:
+    error = stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+    return f"{min(values):+.4f} to {max(values):+.4f} in {len(values)} pairs, standard error {error:.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--steps", type=int, help="of each run, instead of the quickstart's own")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    steps = args.steps or load_config(QUICKSTART).training.max_steps
+    assert steps is not None
+    with tempfile.TemporaryDirectory(prefix="ft-watched-") as directory:
+        pairs = [measure_pair(number, steps, Path(directory)) for number in range(args.pairs)]
+    costs = [_cost(on.cpu_s, off.cpu_s) for on, off in pairs]
+    delays = [_cost(on.step_s, off.step_s) for on, off in pairs]
+    load = f"{steps} steps, load average {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
+    figures = [
+        at_most("cpu_cost", median(costs), "1", TARGET, f"on / off - 1; {_spread(costs)}"),
+        Figure("cpu_on", median(on.cpu_s for on, _ in pairs), "CPU s", note=f"all processes of a run; {load}"),
+        Figure("cpu_off", median(off.cpu_s for _, off in pairs), "CPU s"),
+        Figure("step_time_cost", median(delays), "1", note=f"of the median step, on / off - 1; {_spread(delays)}"),
+    ]
+    emit("observability", figures, args.json)
+
+
+if __name__ == "__main__":
+    main()

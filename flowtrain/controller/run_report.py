@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,13 +90,3 @@ def report_at_end(config: RunConfig) -> Iterator[Ending]:
         raise
     else:
         ending.write()
-
-
-def find_run(run: str | os.PathLike[str]) -> Path:
-    """Return the directory of a run, given by its path or by its name under ``./runs``; raises ConfigError."""
-    candidates = [Path(run).expanduser(), Path("runs") / run]
-    for candidate in candidates:
-        if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
-            return candidate
-    looked = " or ".join(map(str, candidates))
-    raise ConfigError(f"no run {str(run)!r}: {looked} has no config.yaml; give the run's directory")

@@ -123,6 +123,16 @@ def run_dir(config: RunConfig) -> RunDir:
     return RunDir(Path(config.runs_dir).expanduser().absolute() / config.name)
 
 
+def find_run(run: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run, given by its path or by its name under ``./runs``; raises ConfigError."""
+    candidates = [Path(run).expanduser(), Path("runs") / run]
+    for candidate in candidates:
+        if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
+            return candidate
+    looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
+    raise ConfigError(f"no run {str(run)!r}: there is no {looked}; give the run's directory")
+
+
 @contextmanager
 def held_run_dir(config: RunConfig) -> Iterator[None]:
     """Lock the run's directory for this process, creating it if necessary; the system unlocks it when the process ends.

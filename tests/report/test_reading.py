@@ -134,3 +134,18 @@ def test_secrets_are_left_out_of_a_configuration() -> None:
         "hf_token": HIDDEN, "password": HIDDEN, "AWS_SECRET_ACCESS_KEY": HIDDEN, "token": None
     }  # fmt: skip
     assert shown["data"]["sources"][0]["path"] == HIDDEN
+
+
+def test_evaluations_and_checkpoints_that_a_resume_makes_again_are_left_out(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, num_steps=30)
+    before = [event(kind, step, float(step)) for step in (10, 20, 30) for kind in ("evaluation", "checkpoint", "note")]
+    later = [started(20, 100.0, 20), event("evaluation", 30, 130.0), started(0, 200.0), event("restart", 1, 201.0)]
+    for events, evaluated in ((before, [10, 20, 30]), ([*before, *later[:2]], [10, 20, 30]), ([*before, *later], [])):
+        write_lines(directory / "events.jsonl", [started(), *events])
+        run = read_run(directory)
+        assert [each["step"] for each in run.of_kind("evaluation")] == evaluated
+        assert len(run.of_kind("note")) == 3, "what happened stays"
+    write_lines(directory / "events.jsonl", [started(), *before, *later[:1]])
+    run = read_run(directory)
+    assert [each["step"] for each in run.of_kind("evaluation")] == [10, 20]
+    assert [each["step"] for each in run.of_kind("checkpoint")] == [10, 20]

@@ -99,7 +99,7 @@ def _paired_rows(base: Compared, other: Compared) -> Iterator[list[Cell | str]]:
     loss = paired_difference(other.run.steps["loss"][theirs] - base.run.steps["loss"][ours])
     if loss.num_pairs:
         yield _row(other.label, "training loss", loss, lambda value: f"{value:+.4f}", False, plans_text)
-    for name in base.figures.eval_losses.keys() & other.figures.eval_losses.keys():
+    for name in (each for each in base.figures.eval_losses if each in other.figures.eval_losses):
         held_out = _eval_difference(base.run, other.run, name)
         if held_out.num_pairs:
             yield _row(other.label, f"loss of {name}", held_out, lambda value: f"{value:+.4f}", False, "")
@@ -163,13 +163,9 @@ def compared_charts(runs: Sequence[Compared]) -> list[Chart]:
         ),
     ]
     for key, name, title, kind, unit in _CHARTS:
-        lines = [line for color, each in enumerate(runs) for line in _of_run(each, key, color)]
+        lines = [line for color, each in enumerate(runs) for line in _of_run(each, each.run.steps[key], color)]
         found.append(Chart(name, title, tuple(lines), kind, unit, from_zero=True))
-    waits = [
-        line
-        for color, each in enumerate(runs)
-        for line in smoothed(each.label, each.run.steps.step, _starved(each.run), color % NUM_COLORS)
-    ]
+    waits = [line for color, each in enumerate(runs) for line in _of_run(each, _starved(each.run), color)]
     found.append(Chart("waits", "Starved: the backbone waits for data", tuple(waits), "share", from_zero=True))
     return [chart for chart in found if any(np.isfinite(line.y).any() for line in chart.lines)]
 
@@ -180,14 +176,14 @@ def _starved(run: RunData) -> FloatArray:
     return shares
 
 
-def _of_run(each: Compared, key: str, color: int) -> list[Line]:
-    lines = smoothed(each.label, each.run.steps.step, each.run.steps[key], color % NUM_COLORS)
+def _of_run(each: Compared, values: FloatArray, color: int) -> list[Line]:
+    lines = smoothed(each.label, each.run.steps.step, values, color % NUM_COLORS)
     return [line for line in lines if not line.is_faint]  # several runs over each other: only the means
 
 
 def _loss_lines(runs: Sequence[Compared]) -> Iterator[Line]:
     for color, each in enumerate(runs):
-        yield from _of_run(each, "loss", color)
+        yield from _of_run(each, each.run.steps["loss"], color)
         for name, (steps, losses) in eval_points(each.run).items():
             yield Line(f"{each.label}, {name}", steps, losses, color % NUM_COLORS, form="points")
 

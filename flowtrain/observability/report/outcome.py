@@ -62,6 +62,8 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
     times = [*map(event_time, run.events), *([run.steps.last("timestamp") or math.nan])]
     last_s = max((each for each in times if math.isfinite(each)), default=None)
     ended = ends[-1] if ends and (not starts or event_time(ends[-1]) >= event_time(starts[-1])) else None
+    if ended is not None and run.is_held and run.opened_s is not None and run.opened_s > event_time(ended):
+        ended = None  # a resume has begun, and its actors have not started yet
     num_steps = run.num_steps
     reason = ""
     if run.is_held and ended is None:

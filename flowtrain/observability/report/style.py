@@ -13,7 +13,7 @@ STYLE = """
   --warn: #7a4b00; --warn-bg: #fbf0d9; --info: #1a5aa8; --info-bg: #e5eef9;
   --c0: #1f64ad; --c1: #b8500f; --c2: #1b7a52; --c3: #7d3fa6; --c4: #86680a; --c5: #b0285f;
   --size: #8d97a3; --pack: #565e68; --decode: #b48a1e; --encode: #8a55b0; --put: #c07fb0; --fetch: #3d9e9a;
-  --forward: #2f74bd; --backward: #1d4c86; --optimizer: #b8500f; --checkpoint: #a3231f; --evaluate: #1b7a52;
+  --forward: #2f74bd; --backward: #1d4c86; --optimizer: #b8500f; --checkpoint: #a3231f; --generate: #1b7a52;
   --other: #a9adb3;
 }
 @media (prefers-color-scheme: dark) {
@@ -23,7 +23,7 @@ STYLE = """
     --warn: #ecc377; --warn-bg: #362a12; --info: #8fbff5; --info-bg: #172a42;
     --c0: #6fb0f2; --c1: #f0985a; --c2: #63c596; --c3: #c394e8; --c4: #d8b94e; --c5: #f07fa8;
     --size: #7c8794; --pack: #b0b8c1; --decode: #d3b04c; --encode: #b386d8; --put: #d9a0cb; --fetch: #5fbfba;
-    --forward: #5b9fe6; --backward: #3a70b0; --optimizer: #ef9454; --checkpoint: #ee7d77; --evaluate: #63c596;
+    --forward: #5b9fe6; --backward: #3a70b0; --optimizer: #ef9454; --checkpoint: #ee7d77; --generate: #63c596;
     --other: #666d75;
   }
 }
@@ -120,7 +120,7 @@ svg.gantt { margin: 28px 20px 26px 168px; width: calc(100% - 188px); min-width: 
 .k-backward { fill: var(--backward); background: var(--backward); }
 .k-optimizer { fill: var(--optimizer); background: var(--optimizer); }
 .k-checkpoint { fill: var(--checkpoint); background: var(--checkpoint); }
-.k-evaluate { fill: var(--evaluate); background: var(--evaluate); }
+.k-generate { fill: var(--generate); background: var(--generate); }
 .k-restart { fill: var(--bad); background: var(--bad); }
 .k-other { fill: var(--other); background: var(--other); }
 table { border-collapse: collapse; background: var(--panel); font-size: .88rem; min-width: min(100%, 28rem); }

@@ -167,7 +167,12 @@ def steady_steps(run: RunData) -> npt.NDArray[np.bool_]:
 
 
 def eval_points(run: RunData) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Return (steps, losses) of each held-out set by name; a run without events has one set, ``held-out``."""
+    """Return (steps, losses) of each held-out set by name; a run without events has one set, ``held-out``.
+
+    There are none on emulated devices.
+    """
+    if run.steps.emulated:
+        return {}
     found: dict[str, dict[int, float]] = {}
     for event in run.of_kind("evaluation"):
         step, loss = as_number(event.get("step")), as_number(event.get("loss"))

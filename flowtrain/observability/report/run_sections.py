@@ -34,12 +34,11 @@ def lead(run: RunData, outcome: Outcome) -> str:
     of = f" of {outcome.num_steps:,}" if outcome.num_steps else ""
     started = run.of_kind("run_started")
     device = as_text(dig(started[-1], "device")) if started else ""
-    emulated = f"emulated {run.steps.emulated}" if run.steps.emulated else ""
     parts = [
         f"{outcome.step:,}{of} steps",
         f"in {duration(outcome.duration_s)}" if outcome.duration_s is not None else "",
         f"mode {run.mode}",
-        emulated or device,
+        run.steps.emulated or device,
         f"started {moment(outcome.started_s)}" if outcome.started_s is not None else "",
         f"{outcome.num_starts:,} starts" if outcome.num_starts > 1 else "",
     ]

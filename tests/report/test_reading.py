@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowtrain.config.secrets import HIDDEN, redacted
 from flowtrain.errors import ConfigError
-from flowtrain.observability.report.lines import Notes, records, yaml_mapping
+from flowtrain.observability.report.reading import Notes, records, yaml_mapping
 from flowtrain.observability.report.run_data import read_run
 from flowtrain.observability.report.steps import steps_of
 from tests.report.runs import event, started, step_record, write_lines, write_run

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain.observability.report.lines import Notes, as_number, as_text
+from flowtrain.observability.report.reading import Notes, as_number, as_text
 from flowtrain.observability.report.steps import Steps
 
 MAX_TRACE_NBYTES = 64 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.errors import ConfigError
-from flowtrain.observability.report.lines import (
+from flowtrain.observability.report.reading import (
     Notes,
     as_count,
     as_number,

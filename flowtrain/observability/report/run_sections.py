@@ -11,9 +11,9 @@ from markupsafe import Markup
 from flowtrain.config.secrets import redacted
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.observability.report.blocks import Cell, Tile, number_cell, table, text_cell, tiles
-from flowtrain.observability.report.lines import as_count, as_list, as_number, as_text, dig
 from flowtrain.observability.report.markup import element
 from flowtrain.observability.report.outcome import KeyFigures, Outcome, State, Verdict, steady_steps
+from flowtrain.observability.report.reading import as_count, as_list, as_number, as_text, dig
 from flowtrain.observability.report.run_data import RunData, event_time
 from flowtrain.observability.report.units import MISSING, counted, duration, moment, number, percent, scaled
 

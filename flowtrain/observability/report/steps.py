@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.observability.report.lines import as_count, as_list, as_number, dig
+from flowtrain.observability.report.reading import as_count, as_list, as_number, dig
 from flowtrain.observability.report.sampling import FloatArray
 
 NUMBERS = (

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from flowtrain.config.resume import ABSENT, leaves
 from flowtrain.config.secrets import redacted
 from flowtrain.observability.report.blocks import Cell, number_cell, table, text_cell
 from flowtrain.observability.report.figures import NUM_COLORS, Chart, Line, smoothed
@@ -19,7 +19,6 @@ from flowtrain.observability.report.run_data import RunData
 from flowtrain.observability.report.sampling import Difference, FloatArray, moving_mean, paired_difference
 from flowtrain.observability.report.units import MISSING, NBSP, Kind, duration, number, percent, scaled
 
-ABSENT = "(not given)"
 MAX_CHANGES = 200
 
 Shown = Callable[[KeyFigures], str]
@@ -202,7 +201,7 @@ def _difference_lines(runs: Sequence[Compared]) -> Iterator[Line]:
 
 def changes_table(runs: Sequence[Compared]) -> Markup | None:
     """Return the keys in which the configurations differ; None if they do not."""
-    flat = [dict(_leaves(redacted(each.run.config), "")) for each in runs]
+    flat = [{key: value for key, value in leaves(redacted(each.run.config)) if key} for each in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = [
         [text_cell(key), *(text_cell(str(values.get(key, ABSENT))) for values in flat)]
@@ -213,15 +212,3 @@ def changes_table(runs: Sequence[Compared]) -> Markup | None:
         return None
     more = f" (the first {MAX_CHANGES} of {len(rows):,})" if len(rows) > MAX_CHANGES else ""
     return table(f"Keys that differ{more}", ("key", *(each.label for each in runs)), rows[:MAX_CHANGES])
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    if not items and prefix:
-        yield prefix, value
-    for key, item in items:
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))

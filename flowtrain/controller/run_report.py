@@ -14,11 +14,11 @@ from flowtrain.errors import ConfigError
 from flowtrain.observability.files import replace_text
 from flowtrain.observability.report.build import ReportOptions, build_report
 from flowtrain.observability.report.run_data import PLANNING, Record
-from flowtrain.observability.run_dir import run_dir
+from flowtrain.observability.run_dir import RunDir, run_dir
 
 logger = logging.getLogger(__name__)
 
-REPORT, COMPARISON = "report.html", "comparison.html"
+COMPARISON = "comparison.html"
 
 
 def write_report(
@@ -33,7 +33,7 @@ def write_report(
     text = build_report(roots, options)
     file = output
     if file is None:
-        file = roots[0].expanduser() / REPORT if len(roots) == 1 else Path(COMPARISON)
+        file = RunDir(roots[0].expanduser()).report if len(roots) == 1 else Path(COMPARISON)
     file = file.expanduser().absolute()
     try:
         replace_text(file, text)
@@ -76,7 +76,7 @@ class Ending:
             if settings.report:
                 write_report([run.root], None, thumbnails=settings.report_thumbnails)
         except Exception as error:  # the run is over, and its outcome counts more than this page
-            logger.warning("%s is missing: %s; flowtrain report %s writes it", REPORT, error, run.root)
+            logger.warning("%s is missing: %s; flowtrain report %s writes it", run.report.name, error, run.root)
 
 
 @contextmanager

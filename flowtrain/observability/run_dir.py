@@ -72,6 +72,11 @@ class RunDir:
         return self.root / "traces"
 
     @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.root / "report.html"
+
+    @property
     def cost_profile(self) -> Path:
         """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
         return self.root / "cost_profile.json"

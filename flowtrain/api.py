@@ -14,7 +14,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
 from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import RunDir, check_run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir, find_run
 from flowtrain.observability.trace_request import TraceAnswer, TraceWindow, request_trace
 
 if TYPE_CHECKING:
@@ -417,7 +417,7 @@ def report(
 
     Raises ConfigError for what is no run, for steps that the trace has not, and if the file cannot be written.
     """
-    from flowtrain.controller.run_report import find_run, write_report
+    from flowtrain.controller.run_report import write_report
 
     return write_report([find_run(run) for run in runs], None if output is None else Path(output), steps, thumbnails)
 
@@ -427,7 +427,6 @@ def status(run: str | PathLike[str]) -> RunStatus:
 
     run: a directory, or a name under ``./runs``. Raises ConfigError if it is no run.
     """
-    from flowtrain.controller.run_report import find_run
     from flowtrain.observability.report.status import status_of
 
     return status_of(find_run(run))

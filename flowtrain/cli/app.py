@@ -10,7 +10,6 @@ import typer
 import flowtrain
 from flowtrain.cli import data
 from flowtrain.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, errors_to_exit_codes
-from flowtrain.errors import ConfigError
 
 app = typer.Typer(
     name="flowtrain",
@@ -302,8 +301,9 @@ def trace(
     """Trace the next steps of a run that trains now, from another shell; no port is opened for it."""
     with errors_to_exit_codes():
         from flowtrain.cli.trace import trace as trace_run
+        from flowtrain.observability.run_dir import find_run
 
-        trace_run(_find_run(run), steps, profiler, memory)
+        trace_run(find_run(run), steps, profiler, memory)
 
 
 @app.command()
@@ -320,7 +320,9 @@ def export(
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with errors_to_exit_codes():
-        run_path = _find_run(run)
+        from flowtrain.observability.run_dir import find_run
+
+        run_path = find_run(run)
         from transformers.utils import logging as transformers_logging
 
         from flowtrain import api
@@ -374,15 +376,6 @@ def status(
 def main() -> None:
     """Entry point of the ``flowtrain`` command."""
     app()
-
-
-def _find_run(run: str) -> Path:
-    candidates = [Path(run).expanduser(), Path("runs") / run]
-    for candidate in candidates:
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
-    raise ConfigError(f"no run {run!r}: there is no {looked}; give the run's directory")
 
 
 if __name__ == "__main__":

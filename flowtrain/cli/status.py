@@ -48,7 +48,7 @@ def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
         yield "last sign", f"{duration(found.age_s)} ago"
     if found.reason:
         yield "reason", one_line(found.reason, MAX_TEXT)
-    yield "mode", found.mode + (f", emulated {found.emulated}" if found.emulated else "")
+    yield "mode", found.mode + (f", {found.emulated}" if found.emulated else "")
     if found.loss is not None:
         yield "loss", number(found.loss, 4)
     for name, loss in found.eval_losses.items():

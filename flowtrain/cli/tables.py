@@ -147,6 +147,8 @@ def summary_table(summary: RunSummary) -> Table:
     planned, measured = summary.planned_tokens_per_s, summary.tokens_per_s
     if planned is not None and measured is not None:
         table.add_row("rate", f"planned {planned:,.0f} tokens/s, measured {measured:,.0f}")
+    if run.report.is_file():
+        table.add_row("report", str(run.report))
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
         table.add_row(name, str(path))
     if summary.checkpoint is not None:

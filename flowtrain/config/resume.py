@@ -124,10 +124,11 @@ def _free(key: str) -> bool:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    return dict(_leaves(plain_values(config), ""))
+    return dict(leaves(plain_values(config)))
 
 
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of plain values, lists counted from 0, each with its value."""
     items: Any = None
     if isinstance(value, Mapping):
         items = value.items()
@@ -137,4 +138,4 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, value
         return
     for key, item in items:
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+        yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,11 @@ from flowtrain.errors import ConfigError
 from flowtrain.observability.files import replace_text
 from flowtrain.observability.report.build import ReportOptions, build_report
 from flowtrain.observability.report.run_data import PLANNING, Record
-from flowtrain.observability.run_dir import run_dir
+from flowtrain.observability.run_dir import RunDir, run_dir
 
 logger = logging.getLogger(__name__)
 
-REPORT, COMPARISON = "report.html", "comparison.html"
+COMPARISON = "comparison.html"
 
 
 def write_report(
@@ -34,7 +33,7 @@ def write_report(
     text = build_report(roots, options)
     file = output
     if file is None:
-        file = roots[0].expanduser() / REPORT if len(roots) == 1 else Path(COMPARISON)
+        file = RunDir(roots[0].expanduser()).report if len(roots) == 1 else Path(COMPARISON)
     file = file.expanduser().absolute()
     try:
         replace_text(file, text)
@@ -77,7 +76,7 @@ class Ending:
             if settings.report:
                 write_report([run.root], None, thumbnails=settings.report_thumbnails)
         except Exception as error:  # the run is over, and its outcome counts more than this page
-            logger.warning("%s is missing: %s; flowtrain report %s writes it", REPORT, error, run.root)
+            logger.warning("%s is missing: %s; flowtrain report %s writes it", run.report.name, error, run.root)
 
 
 @contextmanager
@@ -91,13 +90,3 @@ def report_at_end(config: RunConfig) -> Iterator[Ending]:
         raise
     else:
         ending.write()
-
-
-def find_run(run: str | os.PathLike[str]) -> Path:
-    """Return the directory of a run, given by its path or by its name under ``./runs``; raises ConfigError."""
-    candidates = [Path(run).expanduser(), Path("runs") / run]
-    for candidate in candidates:
-        if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
-            return candidate
-    looked = " or ".join(map(str, candidates))
-    raise ConfigError(f"no run {str(run)!r}: {looked} has no config.yaml; give the run's directory")

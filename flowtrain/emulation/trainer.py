@@ -94,7 +94,8 @@ class EmulatedTrainer:
         if plan.unit.kind is UnitKind.EVAL:
             clock.wait_until(end)
             return StepResult(0.0, None, None, *counts)
-        clock.compute(self._times.optimizer_s(self.stages.own_work), end)
+        updated = clock.compute(self._times.optimizer_s(self.stages.own_work), end)
+        self.stages.spans.add("optimizer", end, updated, step=plan.unit.step)
         factor = learning_rate_factor(plan.unit.step, self._num_steps, self._config.training)
         return StepResult(0.0, 0.0, self._config.training.learning_rate * factor, *counts)
 

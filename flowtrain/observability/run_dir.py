@@ -72,6 +72,11 @@ class RunDir:
         return self.root / "traces"
 
     @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.root / "report.html"
+
+    @property
     def cost_profile(self) -> Path:
         """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
         return self.root / "cost_profile.json"
@@ -121,6 +126,16 @@ class RunDir:
 def run_dir(config: RunConfig) -> RunDir:
     """The run's directory; nothing is created."""
     return RunDir(Path(config.runs_dir).expanduser().absolute() / config.name)
+
+
+def find_run(run: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run, given by its path or by its name under ``./runs``; raises ConfigError."""
+    candidates = [Path(run).expanduser(), Path("runs") / run]
+    for candidate in candidates:
+        if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
+            return candidate
+    looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
+    raise ConfigError(f"no run {str(run)!r}: there is no {looked}; give the run's directory")
 
 
 @contextmanager

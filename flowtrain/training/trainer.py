@@ -180,7 +180,7 @@ class Trainer:
             return _result(totals, actual, None, None)
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
         grad_norm = 0.0
-        with self.stages.spans.span("optimizer"):
+        with self.stages.spans.span("optimizer", step=plan.unit.step):
             if actual:
                 correction = planned_denominator(plan, self.config.loss_normalization) / actual
                 grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))

@@ -17,6 +17,7 @@ from flowtrain.errors import ConfigError
 from tests.report.runs import HOSTILE, event, started, write_lines, write_run
 
 ROOT = Path(__file__).parents[2]
+NO_RUN = "no run 'absent': there is no absent/config.yaml or runs/absent/config.yaml; give the run's directory"
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def test_several_runs_are_compared_in_one_page(directory: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["report", "absent"], "no run 'absent': absent or runs/absent has no config.yaml; give the run's directory"),
-        (["status", "absent"], "no run 'absent': absent or runs/absent has no config.yaml; give the run's directory"),
+        (["report", "absent"], NO_RUN),
+        (["status", "absent"], NO_RUN),
         (["report", "one", "--steps", "x"], "--steps x: give a step, or the first and the last one, such as 20-22"),
         (["report", "one", "--steps", "9-3"], "--steps 9-3: give a step, or the first and the last one, such as 20-22"),
         (["report", "one", "--steps", "25"], "steps 25 to 25 (--steps) are not in "),

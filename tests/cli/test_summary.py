@@ -29,3 +29,9 @@ def test_a_planned_rate_is_next_to_the_measured_one() -> None:
 def test_rates_that_are_the_hosts_are_said() -> None:
     assert "warning the host's own work" in shown(host_warning="the host's own work is 57% of a step")
     assert "warning" not in shown()
+
+
+def test_the_report_is_named_if_it_was_written(tmp_path: Path) -> None:
+    assert "report.html" not in shown(directory=tmp_path)
+    (tmp_path / "report.html").touch()
+    assert f"report {tmp_path / 'report.html'}" in shown(directory=tmp_path)

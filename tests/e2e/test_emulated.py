@@ -18,6 +18,7 @@ from flowtrain.controller.run import run_training
 from flowtrain.emulation.rank import EmulatedRank
 from flowtrain.errors import CheckpointError, ConfigError, WorkerLostError
 from flowtrain.observability.ledger import read_ledger
+from flowtrain.observability.report.build import ReportOptions, build_report
 from flowtrain.observability.run_dir import run_dir
 from tests.e2e.disturbed import json_lines
 from tests.e2e.worlds import World, tiny_config
@@ -70,6 +71,8 @@ def test_a_mode_consumes_every_position_once(data: Path, ray_cluster: None, mode
     ledger = read_ledger(run_dir(config).ledger).to_pylist()
     assert [row["position"] for row in ledger] == list(range(BATCH * NUM_STEPS))
     assert all(row["state"] == "consumed" for row in ledger)
+    page = build_report([run_dir(config).root], ReportOptions(thumbnails=False))
+    assert ">Timeline<" in page and "emulated a100" in page and ">Learning<" not in page
     with pytest.raises(ConfigError, match=r"--resume .* 'emulated' there is none"):
         run_training(config, resume=True)
     with pytest.raises(CheckpointError, match="no weights exist and nothing can be exported"):

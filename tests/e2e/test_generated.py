@@ -113,7 +113,7 @@ def test_answers_are_those_of_the_exported_model(
     exported = export_run(run.root, tmp_path / "export").directory
     model = AutoModelForImageTextToText.from_pretrained(exported).eval()
     processor = AutoProcessor.from_pretrained(exported)
-    found = answers(run, NUM_STEPS, "seen")
+    end, found = processor.tokenizer.eos_token_id, answers(run, NUM_STEPS, "seen")
     assert [each["row"] for each in found] == list(range(NUM_ANSWERED))
     for each, row in zip(found, seen.rows, strict=False):
         images = [Image.open(io.BytesIO(image["bytes"])).convert("RGB") for image in row["images"]]
@@ -127,6 +127,8 @@ def test_answers_are_those_of_the_exported_model(
         prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         inputs = processor(images=images or None, text=prompt, return_tensors="pt")
         with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            output = model.generate(
+                **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=end, pad_token_id=end
+            )
         text = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
         assert each["text"] == text, json.dumps(each)

@@ -22,6 +22,7 @@ pytestmark = [needs_prometheus, pytest.mark.e2e, pytest.mark.nightly]
 WINDOW, FOR, SCRAPED = "20s", "4s", "2s"
 """The shipped rules look at minutes, so that a moment is no alarm; promtool tests them as they are."""
 LIMIT_S = 240.0
+ACTORS = {"coordinator", "feeder-0", "encoder-0", "backbone-dp0-pp0-tp0"}
 GRAFANA = Path("session_latest/metrics/grafana/provisioning/dashboards/default.yml")
 
 
@@ -106,6 +107,7 @@ def test_every_query_has_data_and_a_starved_run_raises_its_alarm_alone(tmp_path:
             wait_until(alarms, LIMIT_S, problem, poll_s=2.0)
             assert server.firing() == {"FlowTrainStarved"}
             assert any(target["health"] == "up" for target in server.targets())
+            assert own.actor_names("flowtrain-starved") >= ACTORS, "Ray's dashboard shows them by name"
             own.jobs().stop_job("starved")
             job.wait()
 

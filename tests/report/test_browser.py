@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,32 +11,16 @@ import numpy as np
 import pytest
 
 from flowtrain.observability.report.build import ReportOptions, build_report
+from tests.report.chromium import SCHEMES, WIDTHS, check_page, chromium, opened
 from tests.report.runs import HOSTILE, event, started, step_record, write_lines, write_run
 
-HOW = "needs Chromium and playwright: apt-get install chromium && pip install -c constraints.txt -e '.[browser]'"
-sync_api = pytest.importorskip("playwright.sync_api", reason=HOW)
-axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason=HOW)
-
 pytestmark = [pytest.mark.nightly, pytest.mark.processes]
-
-WIDTHS = (1280, 390)
-SCHEMES = ("light", "dark")
-
-
-def executable() -> str | None:
-    """Debian's Chromium, or one that an environment variable names."""
-    names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if (path := executable()) is None:
-        pytest.skip(HOW)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with chromium() as found:
+        yield found
 
 
 def finished(root: Path) -> list[Path]:
@@ -79,22 +61,9 @@ def page_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     runs = tmp_path / "runs"
     runs.mkdir()
     options = ReportOptions(image_of=lambda config, line: picture)
-    file = tmp_path / "page.html"
+    file = tmp_path / f"{request.param}.html"
     file.write_text(build_report(PAGES[request.param](runs), options), encoding="utf-8")
     return file
-
-
-def opened(context: Any, file: Path) -> tuple[Any, list[str]]:
-    """The page, and what it complained of or asked for."""
-    page, faults = context.new_page(), []
-    page.on("console", lambda message: faults.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: faults.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("requestfailed", lambda request: faults.append(f"refused: {request.failure}"))
-    page.on("request", lambda request: faults.append(request.url) if request.url != file.as_uri() else None)
-    page.goto(file.as_uri())
-    page.wait_for_load_state("load")
-    return page, [fault for fault in faults if not fault.startswith("data:image/jpeg;")]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -102,23 +71,7 @@ def opened(context: Any, file: Path) -> tuple[Any, list[str]]:
 def test_a_page_is_quiet_fits_its_width_and_is_accessible(
     browser: Any, page_file: Path, width: int, scheme: str
 ) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page, faults = opened(context, page_file)
-    assert faults == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
-    assert page.evaluate("document.scripts.length") == 0
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert background == ("rgb(247, 247, 245)" if scheme == "light" else "rgb(19, 22, 25)"), "the style is in force"
-    charts = page.query_selector_all("svg.chart")
-    boxes = [chart.bounding_box() for chart in charts]
-    assert boxes and all(box["width"] > 200 and box["height"] > 100 for box in boxes)
-    assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
-    found = axe_api.Axe().run(page)
-    assert found.response["violations"] == [], found.generate_report()
-    if where := os.environ.get("REPORT_SCREENSHOTS"):  # to look at
-        name = f"{page_file.parent.name.strip('0123456789')}-{width}-{scheme}.png"
-        page.screenshot(path=str(Path(where) / name), full_page=True)
-    context.close()
+    check_page(browser, page_file, width, scheme, page_file.stem)
 
 
 def test_a_policy_keeps_even_a_script_in_the_page_from_running(browser: Any, tmp_path: Path) -> None:

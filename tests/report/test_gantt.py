@@ -9,7 +9,7 @@ import pytest
 
 from flowtrain.observability.report.gantt import MAX_ACTORS, Gantt, Work, gantt_of, read_trace, step_ends
 from flowtrain.observability.report.gantt_svg import draw_gantt, kinds_in
-from flowtrain.observability.report.lines import Notes
+from flowtrain.observability.report.reading import Notes
 from flowtrain.observability.report.run_data import read_run
 from flowtrain.observability.report.steps import Steps, steps_of
 from tests.report.parsed import parsed

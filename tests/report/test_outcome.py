@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_a_run_that_a_process_holds_is_running(directory: Path, monkeypatch: pyt
     monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
     running = outcome_of(with_events(directory, started(num_steps=100)), now=START_S + 77.0)
     assert (running.state, running.duration_s) == (State.RUNNING, 77.0)
+
+
+def test_a_resume_whose_actors_have_not_started_yet_is_running(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
+    events = [started(num_steps=100), ended("stopped", after_s=50.0)]
+    for opened_s, state in ((START_S - 1.0, State.STOPPED), (START_S + 500.0, State.RUNNING)):
+        os.utime(directory / "plan.yaml", (opened_s, opened_s))
+        assert outcome_of(with_events(directory, *events)).state is state
 
 
 def test_numbers_leave_out_the_first_step_of_each_start(directory: Path) -> None:

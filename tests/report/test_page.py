@@ -396,3 +396,21 @@ def test_pictures_that_a_run_writes_once_stay_with_their_sample(directory: Path)
     (found,) = generated_of(read_run(directory))
     assert (found.prompt, found.images) == ("p", ("x.png",))
     assert found.texts == ((10, "t10"), (20, "t20"), (30, "t30"))
+
+
+def test_on_emulated_devices_nothing_is_said_of_learning(tmp_path: Path, directory: Path) -> None:
+    """Their losses are 0."""
+    emulated = write_run(tmp_path / "emulated", num_steps=30)
+    lines = [json.loads(line) for line in (emulated / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.update(emulated="emulated a100", loss=0.0, grad_norm=0.0, source_losses={}, host_s=0.1)
+    write_lines(emulated / "metrics.jsonl", lines)
+    events = [started(device="emulated a100"), event("evaluation", 20, 20.0, name="e", loss=0.0, generated=[])]
+    write_lines(emulated / "events.jsonl", events)
+    page = page_of(emulated)
+    assert "mode decoupled \u00b7 emulated a100 \u00b7 " in classes(page, "lead")[0]
+    assert "Learning" not in headings(page) and {"Speed", "Timeline"} <= set(headings(page))
+    assert "loss" not in page.by_id("glance").text.lower()
+    both = page_of(emulated, directory)
+    assert row(both, "Runs side by side", "training loss, last twentieth")[0] == "\u2013"
+    assert [cells.text for cells in both.by_id("differences").all("td")][0] == "step time"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowtrain.config.secrets import HIDDEN, redacted
 from flowtrain.errors import ConfigError
-from flowtrain.observability.report.lines import Notes, records, yaml_mapping
+from flowtrain.observability.report.reading import Notes, records, yaml_mapping
 from flowtrain.observability.report.run_data import read_run
 from flowtrain.observability.report.steps import steps_of
 from tests.report.runs import event, started, step_record, write_lines, write_run
@@ -134,3 +134,18 @@ def test_secrets_are_left_out_of_a_configuration() -> None:
         "hf_token": HIDDEN, "password": HIDDEN, "AWS_SECRET_ACCESS_KEY": HIDDEN, "token": None
     }  # fmt: skip
     assert shown["data"]["sources"][0]["path"] == HIDDEN
+
+
+def test_evaluations_and_checkpoints_that_a_resume_makes_again_are_left_out(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, num_steps=30)
+    before = [event(kind, step, float(step)) for step in (10, 20, 30) for kind in ("evaluation", "checkpoint", "note")]
+    later = [started(20, 100.0, 20), event("evaluation", 30, 130.0), started(0, 200.0), event("restart", 1, 201.0)]
+    for events, evaluated in ((before, [10, 20, 30]), ([*before, *later[:2]], [10, 20, 30]), ([*before, *later], [])):
+        write_lines(directory / "events.jsonl", [started(), *events])
+        run = read_run(directory)
+        assert [each["step"] for each in run.of_kind("evaluation")] == evaluated
+        assert len(run.of_kind("note")) == 3, "what happened stays"
+    write_lines(directory / "events.jsonl", [started(), *before, *later[:1]])
+    run = read_run(directory)
+    assert [each["step"] for each in run.of_kind("evaluation")] == [10, 20]
+    assert [each["step"] for each in run.of_kind("checkpoint")] == [10, 20]

@@ -32,11 +32,11 @@ from flowtrain.observability.report.data_sections import (
 )
 from flowtrain.observability.report.figures import Chart
 from flowtrain.observability.report.gantt import gantt_of, read_trace, step_ends
-from flowtrain.observability.report.lines import Notes
 from flowtrain.observability.report.markup import Content, element, join
 from flowtrain.observability.report.outcome import key_figures, outcome_of, verdict_of
 from flowtrain.observability.report.page import page
 from flowtrain.observability.report.pictures import Pictures
+from flowtrain.observability.report.reading import Notes
 from flowtrain.observability.report.run_charts import flow_charts, learning_charts, packing_charts, speed_charts
 from flowtrain.observability.report.run_data import RunData, read_run
 from flowtrain.observability.report.run_sections import (

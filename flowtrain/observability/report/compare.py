@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from flowtrain.config.resume import ABSENT, leaves
 from flowtrain.config.secrets import redacted
 from flowtrain.observability.report.blocks import Cell, number_cell, table, text_cell
 from flowtrain.observability.report.figures import NUM_COLORS, Chart, Line, smoothed
@@ -19,7 +19,6 @@ from flowtrain.observability.report.run_data import RunData
 from flowtrain.observability.report.sampling import Difference, FloatArray, moving_mean, paired_difference
 from flowtrain.observability.report.units import MISSING, NBSP, Kind, duration, number, percent, scaled
 
-ABSENT = "(not given)"
 MAX_CHANGES = 200
 
 Shown = Callable[[KeyFigures], str]
@@ -99,7 +98,7 @@ def _paired_rows(base: Compared, other: Compared) -> Iterator[list[Cell | str]]:
     loss = paired_difference(other.run.steps["loss"][theirs] - base.run.steps["loss"][ours])
     if loss.num_pairs:
         yield _row(other.label, "training loss", loss, lambda value: f"{value:+.4f}", False, plans_text)
-    for name in base.figures.eval_losses.keys() & other.figures.eval_losses.keys():
+    for name in (each for each in base.figures.eval_losses if each in other.figures.eval_losses):
         held_out = _eval_difference(base.run, other.run, name)
         if held_out.num_pairs:
             yield _row(other.label, f"loss of {name}", held_out, lambda value: f"{value:+.4f}", False, "")
@@ -163,13 +162,9 @@ def compared_charts(runs: Sequence[Compared]) -> list[Chart]:
         ),
     ]
     for key, name, title, kind, unit in _CHARTS:
-        lines = [line for color, each in enumerate(runs) for line in _of_run(each, key, color)]
+        lines = [line for color, each in enumerate(runs) for line in _of_run(each, each.run.steps[key], color)]
         found.append(Chart(name, title, tuple(lines), kind, unit, from_zero=True))
-    waits = [
-        line
-        for color, each in enumerate(runs)
-        for line in smoothed(each.label, each.run.steps.step, _starved(each.run), color % NUM_COLORS)
-    ]
+    waits = [line for color, each in enumerate(runs) for line in _of_run(each, _starved(each.run), color)]
     found.append(Chart("waits", "Starved: the backbone waits for data", tuple(waits), "share", from_zero=True))
     return [chart for chart in found if any(np.isfinite(line.y).any() for line in chart.lines)]
 
@@ -180,14 +175,14 @@ def _starved(run: RunData) -> FloatArray:
     return shares
 
 
-def _of_run(each: Compared, key: str, color: int) -> list[Line]:
-    lines = smoothed(each.label, each.run.steps.step, each.run.steps[key], color % NUM_COLORS)
+def _of_run(each: Compared, values: FloatArray, color: int) -> list[Line]:
+    lines = smoothed(each.label, each.run.steps.step, values, color % NUM_COLORS)
     return [line for line in lines if not line.is_faint]  # several runs over each other: only the means
 
 
 def _loss_lines(runs: Sequence[Compared]) -> Iterator[Line]:
     for color, each in enumerate(runs):
-        yield from _of_run(each, "loss", color)
+        yield from _of_run(each, each.run.steps["loss"], color)
         for name, (steps, losses) in eval_points(each.run).items():
             yield Line(f"{each.label}, {name}", steps, losses, color % NUM_COLORS, form="points")
 
@@ -206,7 +201,7 @@ def _difference_lines(runs: Sequence[Compared]) -> Iterator[Line]:
 
 def changes_table(runs: Sequence[Compared]) -> Markup | None:
     """Return the keys in which the configurations differ; None if they do not."""
-    flat = [dict(_leaves(redacted(each.run.config), "")) for each in runs]
+    flat = [{key: value for key, value in leaves(redacted(each.run.config)) if key} for each in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = [
         [text_cell(key), *(text_cell(str(values.get(key, ABSENT))) for values in flat)]
@@ -217,15 +212,3 @@ def changes_table(runs: Sequence[Compared]) -> Markup | None:
         return None
     more = f" (the first {MAX_CHANGES} of {len(rows):,})" if len(rows) > MAX_CHANGES else ""
     return table(f"Keys that differ{more}", ("key", *(each.label for each in runs)), rows[:MAX_CHANGES])
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    if not items and prefix:
-        yield prefix, value
-    for key, item in items:
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))

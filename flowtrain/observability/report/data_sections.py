@@ -12,9 +12,9 @@ from typing import Any
 from markupsafe import Markup
 
 from flowtrain.observability.report.blocks import Cell, cut, number_cell, table, text_cell
-from flowtrain.observability.report.lines import as_count, as_list, as_number, as_text, dig
 from flowtrain.observability.report.markup import element
 from flowtrain.observability.report.pictures import Pictures
+from flowtrain.observability.report.reading import as_count, as_list, as_number, as_text, dig
 from flowtrain.observability.report.run_data import Record, RunData
 from flowtrain.observability.report.units import MISSING, percent, scaled
 

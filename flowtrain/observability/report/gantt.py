@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain.observability.report.lines import Notes, as_number, as_text
+from flowtrain.observability.report.reading import Notes, as_number, as_text
 from flowtrain.observability.report.steps import Steps
 
-MAX_TRACE_NBYTES = 256 << 20
+MAX_TRACE_NBYTES = 64 << 20
+"""Of a larger one a page has no timeline: reading it takes ten times as much memory, in the driver of a run."""
 MAX_ACTORS = 24
 MAX_BARS = 4000
 DEFAULT_STEPS = 3

@@ -13,7 +13,7 @@ from flowtrain.observability.report.units import counted, duration, nice_ticks, 
 ROW_HEIGHT, BAR_HEIGHT, TOP = 20, 14, 26
 KINDS = (
     *("size", "pack", "decode", "encode", "put", "fetch", "forward", "backward", "optimizer", "checkpoint"),
-    *("evaluate", "restart", "other"),
+    *("generate", "restart", "other"),
 )
 """Kinds of work that have a colour; the style sheet knows them."""
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from flowtrain.observability.report.lines import as_number, as_text
+from flowtrain.observability.report.reading import as_number, as_text
 from flowtrain.observability.report.run_data import RunData, event_time
 from flowtrain.observability.report.sampling import FloatArray
 from flowtrain.observability.report.units import percent
@@ -62,6 +62,8 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
     times = [*map(event_time, run.events), *([run.steps.last("timestamp") or math.nan])]
     last_s = max((each for each in times if math.isfinite(each)), default=None)
     ended = ends[-1] if ends and (not starts or event_time(ends[-1]) >= event_time(starts[-1])) else None
+    if ended is not None and run.is_held and run.opened_s is not None and run.opened_s > event_time(ended):
+        ended = None  # a resume has begun, and its actors have not started yet
     num_steps = run.num_steps
     reason = ""
     if run.is_held and ended is None:
@@ -131,10 +133,10 @@ def key_figures(run: RunData) -> KeyFigures:
     time_s = steps["step_time_s"][steady]
 
     def rate(name: str) -> float | None:
-        return _ratio(steps[name][steady], time_s)
+        return ratio(steps[name][steady], time_s)
 
     def mean_in_time(name: str) -> float | None:
-        return _ratio(steps[name][steady] * time_s, time_s)
+        return ratio(steps[name][steady] * time_s, time_s)
 
     blocked = rate("blocked_s") if run.num_encoders else None
     loss = steps["loss"][np.isfinite(steps["loss"])]
@@ -146,7 +148,7 @@ def key_figures(run: RunData) -> KeyFigures:
         tokens_per_s=rate("num_tokens"),
         tokens_per_s_per_device=mean_in_time("tokens_per_s_per_device"),
         samples_per_s=rate("num_samples"),
-        step_time_s=_median(time_s),
+        step_time_s=median(time_s),
         mfu=mean_in_time("mfu"),
         backbone_mfu=mean_in_time("backbone_mfu"),
         starved_share=rate("starved_s"),
@@ -165,7 +167,12 @@ def steady_steps(run: RunData) -> npt.NDArray[np.bool_]:
 
 
 def eval_points(run: RunData) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Return (steps, losses) of each held-out set by name; a run without events has one set, ``held-out``."""
+    """Return (steps, losses) of each held-out set by name; a run without events has one set, ``held-out``.
+
+    There are none on emulated devices.
+    """
+    if run.steps.emulated:
+        return {}
     found: dict[str, dict[int, float]] = {}
     for event in run.of_kind("evaluation"):
         step, loss = as_number(event.get("step")), as_number(event.get("loss"))
@@ -191,7 +198,8 @@ def _eval_figures(points: tuple[FloatArray, FloatArray]) -> tuple[float, float, 
     return float(losses[known][-1]), float(losses[known][best]), int(steps[known][best])
 
 
-def _ratio(parts: FloatArray, wholes: FloatArray) -> float | None:
+def ratio(parts: FloatArray, wholes: FloatArray) -> float | None:
+    """Return the sum of parts over that of wholes, where both are known; None if they are nowhere."""
     known = np.isfinite(parts) & np.isfinite(wholes) & (wholes > 0)
     return float(parts[known].sum() / wholes[known].sum()) if known.any() else None
 
@@ -201,7 +209,8 @@ def _mean(values: FloatArray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _median(values: FloatArray) -> float | None:
+def median(values: FloatArray) -> float | None:
+    """Return the median of the known values; None if there are none."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else None
 

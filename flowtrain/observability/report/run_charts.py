@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from flowtrain.observability.report.figures import MIN_TO_SMOOTH, NUM_COLORS, Chart, Line, Mark, smoothed, window_of
-from flowtrain.observability.report.lines import as_number, as_text
 from flowtrain.observability.report.outcome import eval_points
+from flowtrain.observability.report.reading import as_number, as_text
 from flowtrain.observability.report.run_data import RunData
 from flowtrain.observability.report.sampling import FloatArray
 from flowtrain.observability.report.units import counted

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.errors import ConfigError
-from flowtrain.observability.report.lines import (
+from flowtrain.observability.report.reading import (
     Notes,
     as_count,
     as_number,
@@ -29,6 +29,7 @@ MAX_QUARANTINED = 200
 """Rejected samples that a report knows one by one; it counts the others."""
 
 Record = Mapping[str, Any]
+_OF_STEPS = frozenset({"evaluation", "checkpoint"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class RunData:
     quarantine: Quarantine
     is_held: bool
     """Whether a process trains in the directory now."""
+    opened_s: float | None
+    """When a process last began to train there, by the time of ``plan.yaml``; None if that is not known."""
     notes: tuple[str, ...]
     """What is damaged or missing."""
 
@@ -151,6 +154,7 @@ def read_run(root: str | os.PathLike[str], last_nbytes: int | None = None) -> Ru
         events=events,
         quarantine=_quarantine(records(files.quarantine, notes)),
         is_held=files.is_held(),
+        opened_s=_written_s(files.plan),
         notes=notes.texts,
     )
 
@@ -169,13 +173,31 @@ def _check_is_run(files: RunDir) -> None:
 
 def _events(path: Path, notes: Notes) -> tuple[Record, ...]:
     """Read events; of a run with very many, single quarantined samples are left out first."""
-    found = list(records(path, notes))
+    found = _without_undone(records(path, notes))
     if len(found) > MAX_EVENTS:
         found = [event for event in found if event.get("event") != "quarantined"]
     if len(found) > MAX_EVENTS:
         notes.add(f"{path.name}: only the first and the last of its {len(found):,} events are shown")
         found = found[: MAX_EVENTS // 2] + found[-MAX_EVENTS // 2 :]
     return tuple(found)
+
+
+def _without_undone(events: Iterable[Record]) -> list[Record]:
+    """Leave out evaluations and checkpoints of steps that a later start made again."""
+    kept: list[Record] = []
+    for event in events:
+        if event.get("event") == "run_started":
+            step = as_count(event.get("resumed_from")) or 0
+            kept = [each for each in kept if each.get("event") not in _OF_STEPS or as_number(each.get("step")) <= step]
+        kept.append(event)
+    return kept
+
+
+def _written_s(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _quarantine(found: Iterable[Record]) -> Quarantine:

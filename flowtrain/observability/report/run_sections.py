@@ -11,9 +11,9 @@ from markupsafe import Markup
 from flowtrain.config.secrets import redacted
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.observability.report.blocks import Cell, Tile, number_cell, table, text_cell, tiles
-from flowtrain.observability.report.lines import as_count, as_list, as_number, as_text, dig
 from flowtrain.observability.report.markup import element
 from flowtrain.observability.report.outcome import KeyFigures, Outcome, State, Verdict, steady_steps
+from flowtrain.observability.report.reading import as_count, as_list, as_number, as_text, dig
 from flowtrain.observability.report.run_data import RunData, event_time
 from flowtrain.observability.report.units import MISSING, counted, duration, moment, number, percent, scaled
 
@@ -34,12 +34,11 @@ def lead(run: RunData, outcome: Outcome) -> str:
     of = f" of {outcome.num_steps:,}" if outcome.num_steps else ""
     started = run.of_kind("run_started")
     device = as_text(dig(started[-1], "device")) if started else ""
-    emulated = f"emulated {run.steps.emulated}" if run.steps.emulated else ""
     parts = [
         f"{outcome.step:,}{of} steps",
         f"in {duration(outcome.duration_s)}" if outcome.duration_s is not None else "",
         f"mode {run.mode}",
-        emulated or device,
+        run.steps.emulated or device,
         f"started {moment(outcome.started_s)}" if outcome.started_s is not None else "",
         f"{outcome.num_starts:,} starts" if outcome.num_starts > 1 else "",
     ]

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.observability.report.lines import TAIL_NBYTES, as_number, as_text
-from flowtrain.observability.report.outcome import State, eval_points, outcome_of, steady_steps
+from flowtrain.observability.report.outcome import State, eval_points, median, outcome_of, ratio, steady_steps
+from flowtrain.observability.report.reading import TAIL_NBYTES, as_number, as_text
 from flowtrain.observability.report.run_data import RunData, event_time, read_run
-from flowtrain.observability.report.sampling import FloatArray
 
 STATUS_SCHEMA = 1
 RECENT_STEPS = 20
@@ -81,7 +80,7 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
     steps = run.steps
     recent = np.flatnonzero(steady_steps(run))[-RECENT_STEPS:]
     time_s = steps["step_time_s"][recent]
-    blocked = _share(steps["blocked_s"][recent], time_s) if run.num_encoders else None
+    blocked = ratio(steps["blocked_s"][recent], time_s) if run.num_encoders else None
     seconds_a_step = _pace(run)
     left = outcome.num_steps - outcome.step if outcome.num_steps is not None else None
     is_running = outcome.state is State.RUNNING
@@ -99,10 +98,10 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         eta_s=left * seconds_a_step if is_running and left is not None and seconds_a_step is not None else None,
         loss=steps.last("loss"),
         eval_losses={name: float(losses[-1]) for name, (_, losses) in eval_points(run).items() if len(losses)},
-        tokens_per_s=_share(steps["num_tokens"][recent], time_s),
-        step_time_s=_median(time_s),
-        mfu=_share(steps["mfu"][recent] * time_s, time_s),
-        starved_share=_share(steps["starved_s"][recent], time_s),
+        tokens_per_s=ratio(steps["num_tokens"][recent], time_s),
+        step_time_s=median(time_s),
+        mfu=ratio(steps["mfu"][recent] * time_s, time_s),
+        starved_share=ratio(steps["starved_s"][recent], time_s),
         blocked_share=None if blocked is None else min(1.0, blocked / run.num_encoders),
         pool_nbytes=steps.last("pool_dram_nbytes"),
         pool_bound_nbytes=run.planned_pool_nbytes or None,
@@ -126,13 +125,3 @@ def _pace(run: RunData) -> float | None:
     if len(times) < 2 or times[-1] <= times[0]:
         return None
     return float((times[-1] - times[0]) / (len(times) - 1))
-
-
-def _share(parts: FloatArray, wholes: FloatArray) -> float | None:
-    known = np.isfinite(parts) & np.isfinite(wholes) & (wholes > 0)
-    return float(parts[known].sum() / wholes[known].sum()) if known.any() else None
-
-
-def _median(values: FloatArray) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else None

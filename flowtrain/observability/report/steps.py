@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.observability.report.lines import as_count, as_list, as_number, dig
+from flowtrain.observability.report.reading import as_count, as_list, as_number, dig
 from flowtrain.observability.report.sampling import FloatArray
 
 NUMBERS = (
@@ -23,6 +23,8 @@ NUMBERS = (
     *("lookahead_steps", "retries", "restarts"),
 )
 """Keys whose values are numbers."""
+LEARNED = frozenset({"loss", "eval_loss", "lr", "grad_norm"})
+"""Those that say nothing on emulated devices, which compute nothing."""
 TIERS = ("dram", "hbm")
 _SOURCE = "source_losses."
 
@@ -40,7 +42,7 @@ class Steps:
     digests: tuple[str, ...]
     """Of each step's plan."""
     emulated: str | None
-    """The emulated device, if there is one."""
+    """The emulated device, such as ``emulated a100``; None: devices are real. On an emulated one nothing is learned."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -92,7 +94,8 @@ def _items(value: object) -> Iterable[tuple[str, float]]:
 
 
 def _row(record: Mapping[str, Any], step: int) -> dict[str, float]:
-    row = {name: as_number(record[name]) for name in NUMBERS if record.get(name) is not None}
+    left_out = LEARNED if record.get("emulated") else frozenset()
+    row = {name: as_number(record[name]) for name in NUMBERS if record.get(name) is not None and name not in left_out}
     row["step"] = float(step)
     row["skipped"] = float(record.get("skipped") is True)
     for name, loss in _items(record.get("source_losses")):

@@ -77,6 +77,8 @@ class LimitsConfig(ConfigModel):
     lease_timeout_s: float = Field(600.0, gt=0)
     stop_timeout_s: float = Field(60.0, gt=0)
     max_encoder_restarts: int = Field(10, ge=0)
+    max_backbone_restarts: int = Field(5, ge=0)
+    """How often the backbone may go back to its last checkpoint because a rank was lost; 0: a lost rank ends the run."""
 
     @property
     def start_limit_s(self) -> float:

@@ -85,10 +85,31 @@ class Recorder:
         else:  # the controller's own
             assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded), event
 
-    def restarted(self, name: str, role: Role, reason: str) -> None:
-        """Record that an actor died and is started again."""
+    def restarted(
+        self, name: str, role: Role, reason: str, down_s: float | None = None, steps_again: int = 0
+    ) -> None:
+        """Record that an actor died and is started again. down_s, steps_again: as of ``Restarted``."""
         self._meter.restarted()
-        self._stream.emit(Restarted(step=self._stream.step, role=role.value, name=name, reason=reason))
+        step = self._stream.step
+        event = Restarted(
+            step=step, role=role.value, name=name, reason=reason, down_s=down_s, steps_again=steps_again
+        )
+        self._stream.emit(event)
+
+    def rewind(self, step: int, consumed: ConsumedPositions) -> int:
+        """Forget the steps after ``step``, which are done again; returns their number. consumed: positions until then.
+
+        Raises OSError if a file cannot be cut.
+        """
+        num_again = (self._held.step if self._held is not None else self._stream.step) - step
+        self._held, self._evaluated = None, []
+        self._audit.cut_after(step, consumed)
+        self._evaluations.forget_after(step)
+        self.sampler_states = {known: state for known, state in self.sampler_states.items() if known <= step}
+        self._meter.rewind(self._audit.num_skipped)
+        self.num_rejected, self.num_seen = self._audit.num_rejected, len(consumed)
+        self._stream.step = step
+        return num_again
 
     def flush(self, step: int) -> None:
         """Make ledger, metrics and quarantine durable up to ``step``; called before its checkpoint becomes complete.

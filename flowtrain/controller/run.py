@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+
+from ray.actor import ActorHandle
 
 from flowtrain.actors.coordinator import start_flow
 from flowtrain.config.emulated import check_resumes
@@ -21,16 +24,17 @@ from flowtrain.controller.following import following, run_started, telling_the_e
 from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import check_goes_on, other_reduction
+from flowtrain.controller.resume import check_goes_on, consumed_at, find_resume_point, other_reduction
 from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.trace_desk import TraceDesk
-from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.controller.watch import BackboneLost, StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
 from flowtrain.emulation.check import emulation_note, host_warning
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import first_unit
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
@@ -38,7 +42,7 @@ from flowtrain.observability.stream import EventStream
 from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
-from flowtrain.types.plan import GradientReduction
+from flowtrain.types.plan import GradientReduction, RankStart
 from flowtrain.types.run_plan import Plan
 
 
@@ -142,8 +146,7 @@ class Controller:
             except StopRequested:
                 return True
             self._display.phase("starting actors, which load their models")
-            make_flow = partial(start_flow, self._config, self._run_spec.model_spec, self._flow_settings())
-            coordinator = worker_group.start_coordinator(self._config, classes, make_flow)
+            coordinator = self._start_coordinator(classes)
             actors = worker_group.start_actors(
                 self._config,
                 self._run.specs,
@@ -155,9 +158,11 @@ class Controller:
                 self._run_spec.indexes,
             )
             try:
-                watcher = self._watcher(actors, {spec.name: spec.module for spec in self._run.specs})
+                state = self._run_state(actors)
+                watcher = self._watcher(actors, state)
                 self._start_loops(actors, watcher)
-                stopped = self._watch(actors, watcher)
+                state.on_backbone_started()
+                stopped = self._watch(actors, watcher, state)
                 self._committer.finish()
                 if not self._config.saves_at_end and self._recorder.last is not None:
                     self._recorder.flush(self._recorder.last.step)  # otherwise a checkpoint does
@@ -167,34 +172,76 @@ class Controller:
             finally:
                 actors.kill()
 
-    def _watch(self, actors: WorkerGroup, watcher: Watcher) -> bool:
+    def _start_coordinator(self, classes: ActorClasses) -> ActorHandle:
+        remake_flow = partial(start_flow, self._config, self._run_spec.model_spec)
+        make_flow = partial(remake_flow, self._flow_settings())
+        return worker_group.start_coordinator(self._config, classes, make_flow, remake_flow)
+
+    def _watch(self, actors: WorkerGroup, watcher: Watcher, state: RunState) -> bool:
         desk = TraceDesk(self._files, self._traces, actors, self._stream.note)
         watcher.on_turn = desk.poll
+        lost: BackboneLost | None = None
         try:
-            return watcher.until_end()
+            while True:
+                try:
+                    if lost is not None:
+                        self._recover(actors, watcher, state, lost)
+                    return watcher.until_end()
+                except BackboneLost as error:
+                    lost = error
         finally:
             desk.close()
 
-    def _watcher(self, actors: WorkerGroup, modules: dict[str, str]) -> Watcher:
-        limits = self._config.limits
+    def _recover(self, actors: WorkerGroup, watcher: Watcher, state: RunState, lost: BackboneLost) -> None:
+        """Start the backbone again from the last checkpoint, and have the steps after it done again."""
+        noticed_s = time.monotonic()
+        self._stream.warn(f"{lost.name} died ({lost.reason}); the backbone starts again from its last checkpoint")
+        actors.end_backbone(self._config.limits.stop_timeout_s)
+        watcher.take_pending_events()
+        self._committer.forget_incomplete()
+        num_again = self._go_back()
+        ranks = tuple(actors.of_role(Role.BACKBONE))
+        actors.link.ask(CoordinatorApi.rewind, self._flow_settings(), ranks)
+        actors.spawn_backbone()
+        state.on_backbone_started()
+        self._start_backbone(actors, watcher)
+        self._run_backbone(actors)
+        down_s = time.monotonic() - noticed_s
+        self._stream.note(f"the backbone runs again after {down_s:.1f} s, from step {self._start.step + 1} on")
+        self._recorder.restarted(lost.name, Role.BACKBONE, lost.reason, down_s, num_again)
+
+    def _go_back(self) -> int:
+        """Go back to the last checkpoint; returns the number of steps that are done again."""
+        self._start = find_resume_point(self._files, self._run_spec, ())
+        self._probed_directory.mkdir(exist_ok=True)  # that has removed it with other temporaries
+        self._costs.rewind(self._start.cost)
+        return self._recorder.rewind(self._start.step, consumed_at(self._start))
+
+    def _run_state(self, actors: WorkerGroup) -> RunState:
+        limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
 
         def shortage(encoders: Sequence[str]) -> str | None:
             return memory_shortage(self._run_spec, [modules[name] for name in encoders])
 
+        return RunState(
+            actors.roles,
+            limits.max_encoder_restarts,
+            self._config.data.max_rejected_fraction,
+            shortage,
+            actors.leaders,
+            # Emulated devices have no state to go back to.
+            limits.max_backbone_restarts if self._config.emulation is None else 0,
+        )
+
+    def _watcher(self, actors: WorkerGroup, state: RunState) -> Watcher:
         def restarted(restart: Restart) -> None:
             self._recorder.restarted(restart.name, actors.roles[restart.name], restart.reason)
 
-        rejected = self._config.data.max_rejected_fraction
-        state = RunState(actors.roles, limits.max_encoder_restarts, rejected, shortage, actors.leaders)
-        return Watcher(actors, state, limits, self._take, self._stream.note, self._stop, restarted)
+        return Watcher(actors, state, self._config.limits, self._take, self._stream.note, self._stop, restarted)
 
     def _start_loops(self, actors: WorkerGroup, watcher: Watcher) -> None:
         actors.run_producers()
-        deadline_s = time.monotonic() + self._config.limits.start_limit_s
-        results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
-        checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        settings, evaluations = self._config.backbone, self._run_spec.evaluations
-        started = worker_group.start_backbone(actors, settings, checkpoint, evaluations, results)
+        started = self._start_backbone(actors, watcher)
         peak = self._recorder.peak = started.peak
         self._stream.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._note_reduction(started.reduction)
@@ -202,6 +249,16 @@ class Controller:
         self._costs.start(peak.device)
         self._stream.emit(run_started(self._run_spec, self._files, self._start, peak.device, actors.roles.values()))
         self._display.phase(f"waiting for step {self._start.step + 1}")
+        self._run_backbone(actors)
+
+    def _start_backbone(self, actors: WorkerGroup, watcher: Watcher) -> RankStart:
+        deadline_s = time.monotonic() + self._config.limits.start_limit_s
+        results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
+        checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
+        settings, evaluations = self._config.backbone, self._run_spec.evaluations
+        return worker_group.start_backbone(actors, settings, checkpoint, evaluations, results)
+
+    def _run_backbone(self, actors: WorkerGroup) -> None:
         unit = first_unit(self._flow_settings())
         for name in actors.of_role(Role.BACKBONE):
             actors.run(name, unit, self._start.step, str(self._files.checkpoints))
@@ -227,13 +284,16 @@ class Controller:
     @contextmanager
     def _probe(self) -> Iterator[None]:
         """A directory by which the ranks check that they share the run's file system."""
-        probe = checkpoint_store.probe_directory(self._files.checkpoints, self._run_id)
-        probe.mkdir()
+        self._probed_directory.mkdir()
         try:
             yield
         finally:
             with suppress(FileNotFoundError):
-                probe.rmdir()
+                self._probed_directory.rmdir()
+
+    @property
+    def _probed_directory(self) -> Path:
+        return checkpoint_store.probe_directory(self._files.checkpoints, self._run_id)
 
     def _take(self, event: Event) -> None:
         self._recorder.take(event)

@@ -53,6 +53,17 @@ class Abandon:
 
 
 @dataclass(frozen=True)
+class RestartBackbone:
+    """End all backbone ranks, go back to the last checkpoint, and start them again; the producers stay.
+
+    name: the rank that was lost first. reason: why.
+    """
+
+    name: str
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
 class RequestStop:
     """Ask the coordinator to end the run after the unit that is running."""
 
@@ -69,7 +80,7 @@ class Fail:
     error: FlowTrainError
 
 
-Decision = Restart | Abandon | RequestStop | Finish | Fail
+Decision = Restart | RestartBackbone | Abandon | RequestStop | Finish | Fail
 
 MIN_SAMPLES_TO_JUDGE = 64
 """Below this number of samples the rejected share is not judged."""
@@ -83,6 +94,7 @@ class RunState:
     shortage: what the run would lack, in numbers, if only these encoders were left; None if it can go on.
     leaders: from each encoder rank to the encoder it belongs to. They live, die and end together; only the leader
     counts.
+    max_backbone_restarts: of the whole backbone in this run.
     """
 
     def __init__(
@@ -92,6 +104,7 @@ class RunState:
         max_rejected_fraction: float,
         shortage: Callable[[Sequence[str]], str | None] = lambda encoders: None,
         leaders: Mapping[str, str] | None = None,
+        max_backbone_restarts: int = 0,
     ) -> None:
         self._running = {name: role for name, role in actors.items() if role is not Role.ENCODER_RANK}
         self._leaders = dict(leaders or {})
@@ -99,6 +112,10 @@ class RunState:
         self._max_restarts = max_restarts
         self._max_rejected_fraction = max_rejected_fraction
         self._restarts: dict[str, int] = {}
+        self._backbone = {name: role for name, role in actors.items() if role is Role.BACKBONE}
+        self._max_backbone_restarts = max_backbone_restarts
+        self._num_backbone_restarts = 0
+        self._backbone_runs = False
         self._stop_asked = False
         self.phase = Phase.RUNNING
 
@@ -121,8 +138,13 @@ class RunState:
             self.phase = Phase.DRAINING
         return []
 
+    def on_backbone_started(self) -> None:
+        """From now on a lost rank is a reason to start all ranks again. A first start that fails would fail again."""
+        self._backbone_runs = True
+        self._running |= self._backbone
+
     def on_died(self, name: str, reason: str) -> list[Decision]:
-        """An actor's process died. A producer is restarted; without a backbone rank the run cannot go on."""
+        """An actor's process died. A producer is started again; if it was a rank, so is the whole backbone."""
         member, name = name, self._leaders.get(name, name)
         if name not in self._running:
             return []
@@ -130,12 +152,7 @@ class RunState:
         if self.phase in (Phase.FAILED, Phase.DRAINING):
             return self.on_returned(name)
         if role is Role.BACKBONE:
-            return self._fail(
-                WorkerLostError(
-                    f"{name} died ({reason}); its gradients are lost. Start again with --resume to go on "
-                    "from the last checkpoint"
-                )
-            )
+            return self._lose_backbone(name, reason)
         if member != name:
             reason = f"{member}: {reason}"
         restarts = self._restarts.get(name, 0) + 1
@@ -161,6 +178,8 @@ class RunState:
             return self.on_died(leader, str(error))
         if self.phase in (Phase.FAILED, Phase.DRAINING):
             return self.on_returned(leader)
+        if self._running[leader] is Role.BACKBONE and self._is_backbone_down:
+            return []  # its group is gone
         if isinstance(error, FlowTrainError):
             return self._fail(error)
         return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))
@@ -189,6 +208,25 @@ class RunState:
         self.phase = Phase.STOPPING
         self._stop_asked = True
         return [RequestStop()]
+
+    @property
+    def _is_backbone_down(self) -> bool:
+        return self._num_backbone_restarts > 0 and not self._backbone_runs
+
+    def _lose_backbone(self, name: str, reason: str) -> list[Decision]:
+        """A rank is lost, and the gradients of the step with it."""
+        if self._is_backbone_down:
+            return []  # the others go with the first
+        lost = f"{name} died ({reason}); its gradients are lost"
+        way_out = "Start again with --resume to go on from the last checkpoint"
+        if not self._backbone_runs or not self._max_backbone_restarts:
+            return self._fail(WorkerLostError(f"{lost}. {way_out}"))
+        if self._num_backbone_restarts == self._max_backbone_restarts:
+            limit = f"limits.max_backbone_restarts is {self._max_backbone_restarts}"
+            return self._fail(WorkerLostError(f"{lost}, and {limit}. {way_out}"))
+        self._num_backbone_restarts += 1
+        self._backbone_runs = False
+        return [RestartBackbone(name, reason)]
 
     def _lose(self, name: str, what: str) -> list[Decision]:
         """A producer does not come back; other encoders do its work if their memory suffices."""

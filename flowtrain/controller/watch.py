@@ -12,7 +12,16 @@ import ray
 
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
-from flowtrain.controller.state import Abandon, Decision, Fail, Phase, RequestStop, Restart, RunState
+from flowtrain.controller.state import (
+    Abandon,
+    Decision,
+    Fail,
+    Phase,
+    RequestStop,
+    Restart,
+    RestartBackbone,
+    RunState,
+)
 from flowtrain.controller.worker_group import WorkerGroup
 from flowtrain.errors import FlowTrainError, StallError
 from flowtrain.flow.api import CoordinatorApi
@@ -27,6 +36,14 @@ SETTLE_S = 3.0
 
 class StopRequested(Exception):
     """The user asked for the end before any step was trained."""
+
+
+class BackboneLost(Exception):
+    """A rank is lost, so all ranks must be started again. name, reason: as of ``RestartBackbone``."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
 
 
 class Watcher:
@@ -55,13 +72,15 @@ class Watcher:
         self._restarted = restarted
         self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
+        self._lost: RestartBackbone | None = None
         self.on_turn: Callable[[], None] = lambda: None
         """Called after every wait, a second apart at most; it may not raise."""
 
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, or the error that ends the run.
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, or the error that
+        ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
         while pending:
@@ -71,6 +90,7 @@ class Watcher:
                 if isinstance(outcome, Died | Failed):
                     self._conclude(name, outcome)
             self._raise_error()
+            self._raise_lost()
             if self._stop.is_set():
                 raise StopRequested
             if pending and time.monotonic() > deadline_s:
@@ -82,10 +102,15 @@ class Watcher:
         return ray.get(list(calls.values()))
 
     def until_end(self) -> bool:
-        """Watch until every actor has returned; returns whether a stop was asked for. Raises the error that ends it."""
+        """Watch until every actor has returned; returns whether a stop was asked for.
+
+        Raises the error that ends it, or BackboneLost; after that it can be called again.
+        """
         draining_since: float | None = None
         while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
             self._turn(())
+            if self._error is None:
+                self._raise_lost()
             if self._stop.is_set() and (decisions := self._state.on_stop()):
                 self._note("stopping after this step; a checkpoint follows (interrupt again to end at once)")
                 self._perform(decisions)
@@ -101,6 +126,13 @@ class Watcher:
         except (ray.exceptions.RayError, FlowTrainError, OSError) as lost:
             logger.warning("the last events of the failed run could not be recorded: %s", lost)
         raise self._error
+
+    def take_pending_events(self) -> None:
+        """Take all events until now, while no rank runs. Raises the error that ends the run."""
+        for _ in range(2):  # the first answer may be from before
+            self._actors.link.ask(CoordinatorApi.flush_events)
+            self._take_events(self._limits.stop_timeout_s)
+        self._raise_error()
 
     # --- one round ----------------------------------------------------------------------------------------------
 
@@ -124,6 +156,8 @@ class Watcher:
     def _conclude(self, name: str, outcome: Outcome) -> None:
         if isinstance(outcome, Died):
             self._perform(self._state.on_died(name, outcome.reason))
+        elif isinstance(outcome, Failed) and outcome.lost_peer:
+            self._perform(self._state.on_died(name, f"it lost the other ranks: {outcome.error}"))
         elif isinstance(outcome, Failed):
             if self._state.phase is Phase.DRAINING:
                 logger.warning("%s failed after it was no longer needed: %s", name, outcome.error)
@@ -139,7 +173,7 @@ class Watcher:
             return
         except ray.exceptions.GetTimeoutError as error:
             raise StallError(
-                f"the coordinator did not send its last events within limits.stop_timeout_s ({timeout_s:g} s)"
+                f"the coordinator did not send its events within limits.stop_timeout_s ({timeout_s:g} s)"
             ) from error
         self._events = self._actors.link.start(CoordinatorApi.events)
         for event in events:
@@ -163,6 +197,8 @@ class Watcher:
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
                 self._restarted(decision)
+            elif isinstance(decision, RestartBackbone):
+                self._lost = decision
             elif isinstance(decision, Abandon):
                 self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name, for_good=True)
@@ -175,6 +211,11 @@ class Watcher:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _raise_lost(self) -> None:
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise BackboneLost(lost.name, lost.reason)
 
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s

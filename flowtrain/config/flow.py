@@ -75,6 +75,8 @@ class LimitsConfig(ConfigModel):
     stall_warning_s: float = Field(60.0, gt=0)
     stall_timeout_s: float = Field(900.0, gt=0)
     lease_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(600.0, gt=0)
+    """For one forward, backward, transfer or collective of the backbone; after that a rank hangs."""
     stop_timeout_s: float = Field(60.0, gt=0)
     max_encoder_restarts: int = Field(10, ge=0)
     max_backbone_restarts: int = Field(5, ge=0)

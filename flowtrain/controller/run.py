@@ -21,6 +21,7 @@ from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.following import following, run_started, telling_the_end
+from flowtrain.controller.hang_watch import HangWatch
 from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
@@ -132,6 +133,7 @@ class Controller:
         self._stop = stop
         self._committer = Committer(self._run_spec, run.files, recorder, costs, stream.warn, stream.emit)
         self._run_id = secrets.token_hex(4)
+        self._hangs: HangWatch | None = None
 
     def run(self, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
@@ -179,13 +181,25 @@ class Controller:
 
     def _watch(self, actors: WorkerGroup, watcher: Watcher, state: RunState) -> bool:
         desk = TraceDesk(self._files, self._traces, actors, self._stream.note)
-        watcher.on_turn = desk.poll
+        limit_s = self._config.limits.collective_timeout_s
+        hangs = self._hangs = HangWatch(
+            actors, limit_s, self._files.stacks, lambda hang: watcher.note_hang(hang.name, hang.what)
+        )
+        is_emulated = self._config.emulation is not None
+
+        def on_turn() -> None:
+            desk.poll()
+            if not is_emulated:
+                hangs.poll()
+
+        watcher.on_turn = on_turn
         lost: BackboneLost | None = None
         try:
             while True:
                 try:
                     if lost is not None:
                         self._recover(actors, watcher, state, lost)
+                        hangs.begin()
                     return watcher.until_end()
                 except BackboneLost as error:
                     lost = error
@@ -195,7 +209,7 @@ class Controller:
     def _recover(self, actors: WorkerGroup, watcher: Watcher, state: RunState, lost: BackboneLost) -> None:
         """Start the backbone again from the last checkpoint, and have the steps after it done again."""
         noticed_s = time.monotonic()
-        self._stream.warn(f"{lost.name} died ({lost.reason}); the backbone starts again from its last checkpoint")
+        self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again from its last checkpoint")
         actors.end_backbone(self._config.limits.stop_timeout_s)
         watcher.take_pending_events()
         self._committer.forget_incomplete()
@@ -297,6 +311,8 @@ class Controller:
 
     def _take(self, event: Event) -> None:
         self._recorder.take(event)
+        if self._hangs is not None:
+            self._hangs.take(event)
         self._traces.take(event)
         if isinstance(event, CostFitted):
             self._costs.take(event)

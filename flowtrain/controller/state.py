@@ -56,11 +56,12 @@ class Abandon:
 class RestartBackbone:
     """End all backbone ranks, go back to the last checkpoint, and start them again; the producers stay.
 
-    name: the rank that was lost first. reason: why.
+    name: the rank that was lost first. reason: why. verb: how.
     """
 
     name: str
     reason: str = field(default="", compare=False)
+    verb: str = field(default="died", compare=False)
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,12 @@ class RunState:
         self._restarts[name] = restarts
         return [Restart(name, None if member == name else member, reason)]
 
+    def on_hung(self, name: str, what: str) -> list[Decision]:
+        """A backbone rank hangs, so that all others wait for it."""
+        if self.phase in (Phase.FAILED, Phase.DRAINING) or name not in self._running:
+            return []
+        return self._lose_backbone(name, what, verb="hangs")
+
     def on_overdue(self) -> list[Decision]:
         """The backbone is done, and producers do not return in time. All steps are trained, so nobody needs them."""
         assert self.phase is Phase.DRAINING, self.phase
@@ -213,11 +220,11 @@ class RunState:
     def _is_backbone_down(self) -> bool:
         return self._num_backbone_restarts > 0 and not self._backbone_runs
 
-    def _lose_backbone(self, name: str, reason: str) -> list[Decision]:
+    def _lose_backbone(self, name: str, reason: str, verb: str = "died") -> list[Decision]:
         """A rank is lost, and the gradients of the step with it."""
         if self._is_backbone_down:
             return []  # the others go with the first
-        lost = f"{name} died ({reason}); its gradients are lost"
+        lost = f"{name} {verb} ({reason}); its gradients are lost"
         way_out = "Start again with --resume to go on from the last checkpoint"
         if not self._backbone_runs or not self._max_backbone_restarts:
             return self._fail(WorkerLostError(f"{lost}. {way_out}"))
@@ -226,7 +233,7 @@ class RunState:
             return self._fail(WorkerLostError(f"{lost}, and {limit}. {way_out}"))
         self._num_backbone_restarts += 1
         self._backbone_runs = False
-        return [RestartBackbone(name, reason)]
+        return [RestartBackbone(name, reason, verb)]
 
     def _lose(self, name: str, what: str) -> list[Decision]:
         """A producer does not come back; other encoders do its work if their memory suffices."""

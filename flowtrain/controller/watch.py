@@ -39,11 +39,11 @@ class StopRequested(Exception):
 
 
 class BackboneLost(Exception):
-    """A rank is lost, so all ranks must be started again. name, reason: as of ``RestartBackbone``."""
+    """A rank is lost, so all ranks must be started again. name, reason, verb: as of ``RestartBackbone``."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
+    def __init__(self, name: str, reason: str, verb: str) -> None:
+        super().__init__(name, reason, verb)
+        self.name, self.reason, self.verb = name, reason, verb
 
 
 class Watcher:
@@ -126,6 +126,10 @@ class Watcher:
         except (ray.exceptions.RayError, FlowTrainError, OSError) as lost:
             logger.warning("the last events of the failed run could not be recorded: %s", lost)
         raise self._error
+
+    def note_hang(self, name: str, what: str) -> None:
+        """Take a backbone rank for hung, at the end of this turn."""
+        self._perform(self._state.on_hung(name, what))
 
     def take_pending_events(self) -> None:
         """Take all events until now, while no rank runs. Raises the error that ends the run."""
@@ -215,7 +219,7 @@ class Watcher:
     def _raise_lost(self) -> None:
         lost, self._lost = self._lost, None
         if lost is not None:
-            raise BackboneLost(lost.name, lost.reason)
+            raise BackboneLost(lost.name, lost.reason, lost.verb)
 
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s

@@ -123,3 +123,7 @@ class OutdatedError(FlowTrainError, RuntimeError):
 
 class WorkerLostError(FlowTrainError, RuntimeError):
     """An actor died that cannot be replaced while the run goes on. The message names it and how to resume."""
+
+
+class CoordinatorLostError(WorkerLostError):
+    """The coordinator died, and with it the table of where each part lies."""

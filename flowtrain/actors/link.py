@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from flowtrain.actors.questions import Asker, FailedQuestion, QuestionServer, RemoteTraceback
 from flowtrain.config.flow import LimitsConfig
-from flowtrain.errors import FlowTrainError, StallError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, FlowTrainError, StallError
 from flowtrain.types.memory import SocketOffer
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class RayLink(CoordinatorLink):
         return str(ray.get_runtime_context().get_node_id())
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
+        """Ask and wait. Raises what the method raised, StallError without an answer, CoordinatorLostError if it died."""
         packed = pickle.dumps((question.__name__, args, kwargs, self._generation), PICKLE_PROTOCOL)
         try:
             asker = self._asker if self._is_open else self._opened()
@@ -112,7 +112,7 @@ class RayLink(CoordinatorLink):
                 raise error.cause from error  # Ray's own error would have the remote traceback as its message
             raise
         except (ray.exceptions.RayActorError, EOFError, ConnectionError) as error:
-            raise WorkerLostError(
+            raise CoordinatorLostError(
                 "the coordinator died, and with it the table of where each part lies; start again with --resume"
             ) from error
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, DataError, FlowTrainError, ReplicaLostError, WorkerLostError
 
 
 class Role(enum.StrEnum):
@@ -65,6 +65,13 @@ class RestartBackbone:
 
 
 @dataclass(frozen=True)
+class RestartAll:
+    """End all actors, go back to the last checkpoint, and start them again: the coordinator is lost. reason: why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class RequestStop:
     """Ask the coordinator to end the run after the unit that is running."""
 
@@ -81,7 +88,7 @@ class Fail:
     error: FlowTrainError
 
 
-Decision = Restart | RestartBackbone | Abandon | RequestStop | Finish | Fail
+Decision = Restart | RestartBackbone | RestartAll | Abandon | RequestStop | Finish | Fail
 
 MIN_SAMPLES_TO_JUDGE = 64
 """Below this number of samples the rejected share is not judged."""
@@ -96,6 +103,7 @@ class RunState:
     leaders: from each encoder rank to the encoder it belongs to. They live, die and end together; only the leader
     counts.
     max_backbone_restarts: of the whole backbone in this run.
+    may_be_lost: whether all may start again when the coordinator is lost.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class RunState:
         shortage: Callable[[Sequence[str]], str | None] = lambda encoders: None,
         leaders: Mapping[str, str] | None = None,
         max_backbone_restarts: int = 0,
+        may_be_lost: bool = False,
     ) -> None:
         self._running = {name: role for name, role in actors.items() if role is not Role.ENCODER_RANK}
         self._leaders = dict(leaders or {})
@@ -117,6 +126,7 @@ class RunState:
         self._max_backbone_restarts = max_backbone_restarts
         self._num_backbone_restarts = 0
         self._backbone_runs = False
+        self._may_be_lost = may_be_lost
         self._stop_asked = False
         self.phase = Phase.RUNNING
 
@@ -138,6 +148,11 @@ class RunState:
         if not self._has(Role.BACKBONE):
             self.phase = Phase.DRAINING
         return []
+
+    @property
+    def may_lose_coordinator(self) -> bool:
+        """Whether all may start again without it. A first start that fails would fail again."""
+        return self._may_be_lost and (self._backbone_runs or self._is_backbone_down)
 
     def on_backbone_started(self) -> None:
         """From now on a lost rank is a reason to start all ranks again. A first start that fails would fail again."""
@@ -181,6 +196,8 @@ class RunState:
         leader = self._leaders.get(name, name)
         if leader not in self._running:
             return []
+        if isinstance(error, CoordinatorLostError):
+            return self.on_coordinator_lost(str(error))
         if isinstance(error, ReplicaLostError):
             return self.on_died(leader, str(error))
         if self.phase in (Phase.FAILED, Phase.DRAINING):
@@ -193,6 +210,11 @@ class RunState:
 
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
         """The coordinator died, and with it all knowledge of where data is."""
+        if self.phase is Phase.FAILED:
+            return []
+        if self.may_lose_coordinator:
+            self.phase = Phase.FAILED  # this group's end
+            return [RestartAll(reason)]
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
     def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:

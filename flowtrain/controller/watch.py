@@ -19,6 +19,7 @@ from flowtrain.controller.state import (
     Phase,
     RequestStop,
     Restart,
+    RestartAll,
     RestartBackbone,
     RunState,
 )
@@ -44,6 +45,10 @@ class BackboneLost(Exception):
     def __init__(self, name: str, reason: str, verb: str) -> None:
         super().__init__(name, reason, verb)
         self.name, self.reason, self.verb = name, reason, verb
+
+
+class CoordinatorLost(Exception):
+    """The coordinator is lost, so all actors must be started again; its text says why."""
 
 
 class Watcher:
@@ -72,15 +77,17 @@ class Watcher:
         self._restarted = restarted
         self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
-        self._lost: RestartBackbone | None = None
+        self._lost: RestartBackbone | RestartAll | None = None
+        self._asked_s = time.monotonic()
+        self._was_answered = False
         self.on_turn: Callable[[], None] = lambda: None
         """Called after every wait, a second apart at most; it may not raise."""
 
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, or the error that
-        ends the run.
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, CoordinatorLost, or the
+        error that ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
         while pending:
@@ -104,7 +111,7 @@ class Watcher:
     def until_end(self) -> bool:
         """Watch until every actor has returned; returns whether a stop was asked for.
 
-        Raises the error that ends it, or BackboneLost; after that it can be called again.
+        Raises the error that ends it, CoordinatorLost, or BackboneLost; after that it can be called again.
         """
         draining_since: float | None = None
         while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
@@ -132,11 +139,12 @@ class Watcher:
         self._perform(self._state.on_hung(name, what))
 
     def take_pending_events(self) -> None:
-        """Take all events until now, while no rank runs. Raises the error that ends the run."""
+        """Take all events until now, while no rank runs. Raises CoordinatorLost, or the error that ends the run."""
         for _ in range(2):  # the first answer may be from before
             self._actors.link.ask(CoordinatorApi.flush_events)
             self._take_events(self._limits.stop_timeout_s)
         self._raise_error()
+        self._raise_lost()
 
     # --- one round ----------------------------------------------------------------------------------------------
 
@@ -149,6 +157,10 @@ class Watcher:
             done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if self._events in done:
             self._take_events()
+        elif self._was_answered and time.monotonic() - self._asked_s > self._limits.coordinator_timeout_s:
+            limit_s = self._limits.coordinator_timeout_s
+            silent = f"it has not answered within limits.coordinator_timeout_s ({limit_s:g} s)"
+            self._perform(self._state.on_coordinator_lost(silent))
         self.on_turn()
         for ref, outcome in _outcomes(done, runs).items():
             # ``replace`` has removed the calls of a dead encoder's ranks: their end says nothing about the new ones.
@@ -180,6 +192,7 @@ class Watcher:
                 f"the coordinator did not send its events within limits.stop_timeout_s ({timeout_s:g} s)"
             ) from error
         self._events = self._actors.link.start(CoordinatorApi.events)
+        self._asked_s, self._was_answered = time.monotonic(), True
         for event in events:
             self._take(event)
             if isinstance(event, Rejected):
@@ -201,7 +214,7 @@ class Watcher:
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
                 self._restarted(decision)
-            elif isinstance(decision, RestartBackbone):
+            elif isinstance(decision, RestartBackbone | RestartAll):
                 self._lost = decision
             elif isinstance(decision, Abandon):
                 self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
@@ -218,8 +231,10 @@ class Watcher:
 
     def _raise_lost(self) -> None:
         lost, self._lost = self._lost, None
-        if lost is not None:
+        if isinstance(lost, RestartBackbone):
             raise BackboneLost(lost.name, lost.reason, lost.verb)
+        if lost is not None:
+            raise CoordinatorLost(lost.reason)
 
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s

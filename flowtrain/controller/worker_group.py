@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,7 @@ from flowtrain.types.sources import SourceIndex
 logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
+ENDING_POLL_S = 0.1
 Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 
 
@@ -194,6 +196,27 @@ def start_coordinator(
             f"run {config.name!r} is already running in this cluster (its actor {COORDINATOR!r} exists); wait for "
             "its end, or give this run another name"
         ) from error
+
+
+def wait_until_ended(config: RunConfig, specs: list[ActorSpec], timeout_s: float) -> None:
+    """Wait until the names of a group's killed actors are free. Raises StallError after the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    names = [COORDINATOR, *(spec.name for spec in specs)]
+    while there := [name for name in names if _is_there(config, name)]:
+        if time.monotonic() > deadline_s:
+            raise StallError(
+                f"{', '.join(there)} did not end within limits.stop_timeout_s ({timeout_s:g} s) after they were killed; "
+                "start again with --resume"
+            )
+        time.sleep(ENDING_POLL_S)
+
+
+def _is_there(config: RunConfig, name: str) -> bool:
+    try:
+        ray.get_actor(name, namespace_of(config))
+    except ValueError:
+        return False
+    return True
 
 
 def start_actors(

@@ -17,11 +17,12 @@ from flowtrain.controller.state import (
     Phase,
     RequestStop,
     Restart,
+    RestartAll,
     RestartBackbone,
     Role,
     RunState,
 )
-from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, SourceReadError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, DataError, FlowTrainError, ReplicaLostError, SourceReadError, WorkerLostError
 
 ACTORS = {
     "encoder-0": Role.ENCODER,
@@ -294,3 +295,21 @@ def test_our_own_error_of_a_rank_ends_the_run_and_none_while_the_backbone_is_dow
     assert state.on_failed("backbone-1", SourceReadError("no disk")) == []
     state.on_backbone_started()
     assert isinstance(failure(state.on_failed("backbone-1", SourceReadError("no disk"))), SourceReadError)
+
+
+def test_all_start_again_without_a_coordinator_once_they_ran() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, may_be_lost=True)
+    assert isinstance(failure(state.on_coordinator_lost("killed")), WorkerLostError), "the first start failed"
+    for lose in (
+        lambda state: state.on_coordinator_lost("killed"),
+        lambda state: state.on_failed("backbone-0", CoordinatorLostError("killed")),
+    ):
+        state = RunState(ACTORS, MAX_RESTARTS, 0.1, may_be_lost=True)
+        state.on_backbone_started()
+        assert lose(state) == [RestartAll("killed")]
+        assert state.on_failed("encoder-0", CoordinatorLostError("killed")) == state.on_coordinator_lost("again") == []
+
+
+def test_a_group_that_may_not_be_lost_ends_with_its_coordinator() -> None:
+    state = state_of_a_running_backbone()
+    assert "--resume" in str(failure(state.on_coordinator_lost("killed")))

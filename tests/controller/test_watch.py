@@ -12,7 +12,7 @@ import pytest
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller import watch
 from flowtrain.controller.state import Role, RunState
-from flowtrain.controller.watch import BackboneLost, StopRequested, Watcher
+from flowtrain.controller.watch import BackboneLost, CoordinatorLost, StopRequested, Watcher
 from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
 from flowtrain.types.events import CheckpointWritten, Event, Rejected
 from tests.controller.fake_ray import FakeRay, FakeWorkerGroup, Ref, died, not_constructed, task_error
@@ -39,7 +39,12 @@ class World:
         self.notes: list[str] = []
         self.take: Callable[[Event], None] = self.taken.append
         self.state = RunState(
-            roles, max_restarts=1, max_rejected_fraction=0.1, leaders=leaders, max_backbone_restarts=1
+            roles,
+            max_restarts=1,
+            max_rejected_fraction=0.1,
+            leaders=leaders,
+            max_backbone_restarts=1,
+            may_be_lost=True,
         )
         self.watcher = Watcher(
             self.workers,  # type: ignore[arg-type]  # what it uses of one
@@ -194,6 +199,24 @@ def test_events_until_now_are_taken_while_no_rank_runs(world: World, was_answere
     world.watcher.take_pending_events()
     assert world.taken == [first, second]
     assert world.until_end(*world.all_return()) is False and world.taken == [first, second]
+
+
+def test_the_loss_of_the_coordinator_ends_the_group_once_the_backbone_ran(world: World) -> None:
+    world.state.on_backbone_started()
+    with pytest.raises(CoordinatorLost, match="Worker exits"):
+        world.until_end(lambda: world.workers.lose_coordinator(died("Worker exits.")))
+
+
+def test_a_coordinator_that_does_not_answer_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.state.on_backbone_started()
+    now_s = time.monotonic()
+    world.workers.report(WRITTEN)
+
+    def minutes_pass() -> None:
+        monkeypatch.setattr(watch.time, "monotonic", lambda: now_s + 1000.0)
+
+    with pytest.raises(CoordinatorLost, match=r"limits\.coordinator_timeout_s \(60 s\)"):
+        world.until_end(lambda: None, minutes_pass)
 
 
 def test_the_loss_of_the_coordinator_fails_the_run(world: World) -> None:

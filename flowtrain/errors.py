@@ -117,5 +117,13 @@ class ReplicaLostError(FlowTrainError, RuntimeError):
     """A process of an encoder's tensor parallel group is gone, so the others cannot go on. The message names it."""
 
 
+class OutdatedError(FlowTrainError, RuntimeError):
+    """A rank asks whose backbone was ended and started again."""
+
+
 class WorkerLostError(FlowTrainError, RuntimeError):
     """An actor died that cannot be replaced while the run goes on. The message names it and how to resume."""
+
+
+class CoordinatorLostError(WorkerLostError):
+    """The coordinator died, and with it the table of where each part lies."""

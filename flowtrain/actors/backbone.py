@@ -21,6 +21,7 @@ from flowtrain.actors.reading import Fetched, MicrobatchReader
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
+from flowtrain.actors.whereabouts import Diary, dump_stacks
 from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
@@ -42,6 +43,7 @@ from flowtrain.types.evaluation import EvalRounds, GeneratedAnswer
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
 from flowtrain.types.tracing import TraceOrder
+from flowtrain.types.whereabouts import Whereabouts
 
 T = TypeVar("T")
 
@@ -69,6 +71,7 @@ class BackboneRank:
         self._listener: socket.socket | None = None
         self._spans = SpanLog(name)
         self._windows = Windows(name)
+        self._diary = Diary()
         self._starved_s = 0.0
         self._fetch_s = 0.0
         self._read_nbytes = 0
@@ -143,6 +146,14 @@ class BackboneRank:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
+    def whereabouts(self) -> Whereabouts:
+        """Return what this rank does now."""
+        return self._diary.read()
+
+    def dump_stacks(self, directory: str) -> None:
+        """Write what all threads of this process are in."""
+        dump_stacks(Path(directory) / f"{self._name}.txt")
+
     def trace(self, order: TraceOrder) -> tuple[str, ...]:
         """Trace as the order says, from the next unit on, and wait for the end; returns what failed, and why."""
         return self._windows.ask(order).result()
@@ -209,6 +220,7 @@ class BackboneRank:
         """Run a unit; returns its step, and whether another unit follows."""
         started = self._spans.now_s()
         plan = self._starving(prefetcher.next_plan)
+        self._diary.begin_unit(plan.unit.index, plan.unit.step)
         is_traced = self._windows.begin(self._group.device, plan.unit.step)
         self._spans.is_on = self.trainer.stages.spans.is_on = is_traced
         actions = self.trainer.begin_unit(plan)
@@ -216,10 +228,11 @@ class BackboneRank:
         clock = self._make_clock() if is_training else None
         execute(
             actions,
-            TimedStages(self.trainer.stages, clock),
+            TimedStages(self.trainer.stages, clock, self._diary),
             self._microbatches(prefetcher),
             partial(self._ran, plan),
         )
+        self._diary.begin("the end of the unit")
         result = self.trainer.finish_unit()
         generated = () if is_training else self._answers(plan)
         step = plan.unit.step
@@ -233,6 +246,7 @@ class BackboneRank:
         self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
         is_its_turn = self._is_checkpoint_due and ends_step(self._evaluations, plan.unit)
         if is_its_turn and self._health.may_save(step):
+            self._diary.begin("a checkpoint")
             self._checkpoint(step, checkpoint_dir)
             self._is_checkpoint_due = False
         return step, goes_on
@@ -272,7 +286,9 @@ class BackboneRank:
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
         started = time.monotonic()
+        self._diary.begin("a wait for data", waits_for_data=True)
         item = wait()
+        self._diary.begin("its work")
         self._starved_s += time.monotonic() - started
         return item
 

@@ -12,6 +12,7 @@ from flowtrain.actors.link import Answering
 from flowtrain.actors.signals import Signal
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.errors import OutdatedError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.build import build_flow
 from flowtrain.flow.flow import Flow
@@ -43,9 +44,17 @@ NO_PLAN_YET = PlanReply(None, is_past_end=False)
 NOT_READY_YET = LocateReply((), is_past_end=False)
 
 
-def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> Flow:
-    """Build a run's flow in its own process, and make the garbage collector run rarely there."""
-    flow = build_flow(config, model, settings)
+POLL_S = 5.0
+RemakeFlow = Callable[[FlowSettings, Flow], Flow]
+"""Builds the flow that takes over from an earlier one."""
+
+
+def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earlier: Flow | None = None) -> Flow:
+    """Build a run's flow in its own process, and make the garbage collector run rarely there.
+
+    earlier: as of ``build_flow``.
+    """
+    flow = build_flow(config, model, settings, earlier)
     keep_imports()
     expect_many_objects()
     return flow
@@ -58,10 +67,15 @@ class Coordinator(Answering, CoordinatorApi):
 
     make_flow: builds the Flow inside this process; it imports only pure rooms, so the actor starts fast.
     poll_s: longest wait of one question, in seconds.
+    remake_flow: for ``rewind``; None: this run cannot go back.
     """
 
-    def __init__(self, make_flow: Callable[[], Flow], poll_s: float = 5.0) -> None:
+    def __init__(
+        self, make_flow: Callable[[], Flow], poll_s: float = POLL_S, remake_flow: RemakeFlow | None = None
+    ) -> None:
         self._flow = make_flow()
+        self._remake_flow = remake_flow
+        self._generation = 0
         self._poll_s = poll_s
         self._clock_name = monotonic_clock_name()
         self._feed_signal = Signal()
@@ -69,9 +83,13 @@ class Coordinator(Answering, CoordinatorApi):
         self._lease_signal = Signal()
         self._plan_signal = Signal()
         self._event_signal = Signal()
-        self._events_ended = False
+        self._events_ended = self._events_wanted = False
         self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
         self._packed_plan: tuple[StepPlan | None, bytes] = None, b""
+
+    def _admit(self, generation: int | None) -> None:
+        if generation is not None and generation != self._generation:
+            raise OutdatedError(f"a rank of backbone {generation} asks, but backbone {self._generation} runs")
 
     def _packed(self, answer: object) -> bytes:
         if not isinstance(answer, PlanReply) or answer.plan is None:
@@ -162,9 +180,10 @@ class Coordinator(Answering, CoordinatorApi):
 
     async def next_plan(self, unit: int, dp_rank: int) -> PlanReply:
         """See ``CoordinatorApi``."""
-        self._flow.plan_of(unit)
+        flow = self._flow  # a rank that waits while the run goes back asks nothing of the new flow
+        flow.plan_of(unit)
         self._feed_signal.notify()  # in arrival order the window moves with the step that a replica asks for
-        return await self._plan_signal.until(lambda: self._flow.plan_reply(unit, dp_rank), self._poll_s) or NO_PLAN_YET
+        return await self._plan_signal.until(lambda: flow.plan_reply(unit, dp_rank), self._poll_s) or NO_PLAN_YET
 
     async def locate(
         self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...] = (), limit: int = 1
@@ -172,9 +191,10 @@ class Coordinator(Answering, CoordinatorApi):
         """See ``CoordinatorApi``."""
         if read:
             await self.release(unit, read, dp_rank)
+        flow = self._flow  # as in ``next_plan``
 
         def attempt() -> LocateReply | None:
-            return self._flow.locate_reply(unit, slot, dp_rank, limit)
+            return flow.locate_reply(unit, slot, dp_rank, limit)
 
         return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or NOT_READY_YET
 
@@ -220,16 +240,37 @@ class Coordinator(Answering, CoordinatorApi):
 
     async def events(self) -> tuple[Event, ...]:
         """See ``CoordinatorApi``."""
-        log = self._flow.log
 
         def attempt() -> tuple[Event, ...] | None:
-            return log.take() if log.has_news or self._events_ended else None
+            log = self._flow.log
+            if not (log.has_news or self._events_ended or self._events_wanted):
+                return None
+            self._events_wanted = False
+            return log.take()
 
         return await self._event_signal.until(attempt, self._poll_s) or ()
+
+    async def flush_events(self) -> None:
+        """See ``CoordinatorApi``."""
+        self._events_wanted = True
+        self._event_signal.notify()
 
     async def end_events(self) -> None:
         """See ``CoordinatorApi``."""
         self._events_ended = True
+        self._event_signal.notify()
+
+    async def rewind(self, settings: FlowSettings, gone: tuple[str, ...]) -> None:
+        """See ``CoordinatorApi``."""
+        assert self._remake_flow is not None, "this run cannot go back"
+        for name in gone:
+            self._flow.process_lost(name)
+        self._flow = self._remake_flow(settings, self._flow)
+        self._generation += 1
+        self._packed_plan = None, b""
+        self._wake_producers()
+        self._plan_signal.notify()
+        self._wake_backbone()
         self._event_signal.notify()
 
     async def trace(self, num_steps: int) -> TraceSteps:

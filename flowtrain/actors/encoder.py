@@ -244,7 +244,7 @@ class Encoder:
         self._spans.add("put", started, time.monotonic(), samples=len(ready))
         self._work.caught_up()  # the bytes are in the pool, so the host has waited for the device
         self._work.collect()
-        self._hand_in(member, ready, work.rejections)
+        self._hand_in(member, ready, work)
 
     def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
         """Forward a batch. Returns the features of each position's images in order, ``[rows, feature_dim]`` each."""
@@ -274,15 +274,16 @@ class Encoder:
                     view[:] = piece
             return room.commit()
 
-    def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
+    def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], work: Work) -> None:
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         report = EncoderReport(
             tuple(ready),
-            rejections,
+            work.rejections,
             member.pool.stats(),
             blocked_s,
             self._spans.take(),
             read_by_transport=member.pool.take_read_nbytes(),
+            lease_id=work.lease.lease_id,
         )
         with self._handing_in:
             member.pool.release(self._link.ask(CoordinatorApi.hand_in, member.index, report).refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent
 from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
+from flowtrain.types.samples import SamplerState
 from flowtrain.types.sources import SourceIndex
 
 SEGMENT_KNOB = "pool.feeder_segment_nbytes"
@@ -77,22 +79,28 @@ class Feeder:
         state = member.joined.sampler_state
         assert state is not None
         segment = _Segment(link, member)
-        feed = Feed.from_config(config, self._indexes, state, segment, self._place)
         try:
-            self._serve(link, member, segment, feed)
+            start: SamplerState | None = state
+            while start is not None:
+                with closing(Feed.from_config(config, self._indexes, start, segment, self._place)) as feed:
+                    start = self._serve(link, member, segment, feed)
+                    if start is not None:
+                        feed.drop()
         except _Stopped:
             pass
         finally:
-            feed.close()
             member.pool.close()
 
-    def _serve(self, link: CoordinatorLink, member: PoolMember, segment: _Segment, feed: Feed) -> None:
+    def _serve(
+        self, link: CoordinatorLink, member: PoolMember, segment: _Segment, feed: Feed
+    ) -> SamplerState | None:
+        """Feed until the end, and return None; or until the run goes back, and return the state to start at."""
         report = FeedReport()
         while True:
             order = link.ask(CoordinatorApi.feed, member.index, report)
             segment.free(order.released)
-            if order.stop:
-                return
+            if order.stop or order.starts_at is not None:
+                return order.starts_at
             if order.unit is not None:
                 report = self._size(member, feed, order.unit, frozenset(order.consumed))
             else:

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from flowtrain.actors.questions import Asker, FailedQuestion, QuestionServer, RemoteTraceback
 from flowtrain.config.flow import LimitsConfig
-from flowtrain.errors import FlowTrainError, StallError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, FlowTrainError, StallError
 from flowtrain.types.memory import SocketOffer
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,12 @@ class Answering:
 
     async def answer(self, question: bytes) -> bytes:
         """Answer a packed question: the name of a method and its arguments. Returns the packed answer."""
-        name, args, kwargs = pickle.loads(question)
+        name, args, kwargs, generation = pickle.loads(question)
+        self._admit(generation)
         return self._packed(await getattr(self, name)(*args, **kwargs))
+
+    def _admit(self, generation: int | None) -> None:
+        """Raise an error unless askers of this generation still count."""
 
     def _packed(self, answer: object) -> bytes:
         return pickle.dumps(answer, PICKLE_PROTOCOL)
@@ -71,16 +75,19 @@ class RayLink(CoordinatorLink):
     """The coordinator as a Ray actor, of a class that is ``Answering``. Any thread may ask.
 
     On the coordinator's own node questions go over a socket, on others through Ray.
+
+    generation: of the backbone that asks; None: not a rank of it.
     """
 
-    def __init__(self, coordinator: ActorHandle) -> None:
+    def __init__(self, coordinator: ActorHandle, generation: int | None = None) -> None:
         self._coordinator = coordinator
+        self._generation = generation
         self._opening = threading.Lock()
         self._is_open = False
         self._asker: Asker | None = None
 
-    def __reduce__(self) -> tuple[type[RayLink], tuple[ActorHandle]]:
-        return RayLink, (self._coordinator,)  # each process opens its own connections
+    def __reduce__(self) -> tuple[type[RayLink], tuple[ActorHandle, int | None]]:
+        return RayLink, (self._coordinator, self._generation)  # each process opens its own connections
 
     @property
     def node_id(self) -> str:
@@ -88,8 +95,8 @@ class RayLink(CoordinatorLink):
         return str(ray.get_runtime_context().get_node_id())
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
-        packed = pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL)
+        """Ask and wait. Raises what the method raised, StallError without an answer, CoordinatorLostError if it died."""
+        packed = pickle.dumps((question.__name__, args, kwargs, self._generation), PICKLE_PROTOCOL)
         try:
             asker = self._asker if self._is_open else self._opened()
             answer = asker.ask(packed) if asker is not None else self._through_ray(packed)
@@ -105,7 +112,7 @@ class RayLink(CoordinatorLink):
                 raise error.cause from error  # Ray's own error would have the remote traceback as its message
             raise
         except (ray.exceptions.RayActorError, EOFError, ConnectionError) as error:
-            raise WorkerLostError(
+            raise CoordinatorLostError(
                 "the coordinator died, and with it the table of where each part lies; start again with --resume"
             ) from error
 

@@ -75,8 +75,16 @@ class LimitsConfig(ConfigModel):
     stall_warning_s: float = Field(60.0, gt=0)
     stall_timeout_s: float = Field(900.0, gt=0)
     lease_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(600.0, gt=0)
+    """For one forward, backward, transfer or collective of the backbone; after that a rank hangs."""
     stop_timeout_s: float = Field(60.0, gt=0)
     max_encoder_restarts: int = Field(10, ge=0)
+    coordinator_timeout_s: float = Field(60.0, gt=5)
+    """For a sign of life of the coordinator, which answers the driver every few seconds."""
+    max_coordinator_restarts: int = Field(5, ge=0)
+    """How often all actors may go back to the last checkpoint because the coordinator was lost; 0: that ends the run."""
+    max_backbone_restarts: int = Field(5, ge=0)
+    """How often the backbone may go back to its last checkpoint because a rank was lost; 0: a lost rank ends the run."""
 
     @property
     def start_limit_s(self) -> float:

@@ -109,24 +109,30 @@ class AuditTrail:
         consumed: ConsumedPositions,
         note: Callable[[str], None],
     ) -> None:
+        self._run_spec = run_spec
+        self._metrics_path, self._quarantine_path = files.metrics, files.quarantine
         self._source_names = (*run_spec.source_names, *run_spec.config.data.eval_names)
         self._metrics = MetricsWriter(files.metrics)
         self._ledger = LedgerWriter(files.ledger)
         self._quarantine = QuarantineWriter(files.quarantine, self._source_names, run_spec.indexes)
         self._files = AuditFiles(note)
+        self.cut_after(first_step, consumed)
+
+    def cut_after(self, step: int, consumed: ConsumedPositions) -> None:
+        """Drop the lines of later steps, which are done again. consumed: positions up to ``step``."""
         self._num_buffered_rows = 0
-        self._metrics.truncate_after(first_step)
-        self._ledger.truncate_after(first_step)
-        first_eval = eval_position_after(run_spec.evaluations, first_step)
+        self._metrics.truncate_after(step)
+        self._ledger.truncate_after(step)
+        first_eval = eval_position_after(self._run_spec.evaluations, step)
         self.num_rejected = self._quarantine.keep(
             lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
         )
-        """Training samples that the steps before this start rejected."""
-        self.num_skipped = sum(record.get("skipped", False) for record in read_metrics(files.metrics))
-        """Steps before this start that were skipped."""
+        """Training samples that the steps up to there rejected."""
+        self.num_skipped = sum(record.get("skipped", False) for record in read_metrics(self._metrics_path))
+        """Steps up to there that were skipped."""
         self._known_eval_rows = {
             (record["source"], record["row"])
-            for record in read_json_lines(files.quarantine)
+            for record in read_json_lines(self._quarantine_path)
             if record["position"] >= EVAL_POSITION_BASE
         }
 

@@ -79,6 +79,10 @@ class Committer:
             shutil.rmtree(self._incomplete.directory, ignore_errors=True)
         self._incomplete = None
 
+    def forget_incomplete(self) -> None:
+        """Give up a checkpoint that is not complete: its steps are done again."""
+        self._drop_incomplete()
+
     def finish(self) -> None:
         """Complete the last checkpoint if that failed before; raises CheckpointError if it fails again."""
         written = self._incomplete

@@ -41,6 +41,11 @@ class CostKeeper:
                 "steps are planned with the checkpoint's cost (%s), not the configuration's (%s)", frozen, run_spec.cost
             )
 
+    def rewind(self, frozen: CostModel | None) -> None:
+        """Go back to a checkpoint's cost; None: to the configuration's."""
+        self._frozen, self._fitted = frozen, None
+        self.in_use = frozen or self._run_spec.cost
+
     @property
     def r2(self) -> float | None:
         """Share of the variance of the measured times that the last fit explains; None before the first fit."""

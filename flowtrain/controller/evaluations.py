@@ -70,9 +70,12 @@ class Evaluations:
         self._pictures: dict[tuple[str, int], tuple[str, ...]] = {}
         self._writing = Diagnostic(f"{files.generated.name}/", retries=True)
         self._losses: dict[int, StepLosses] = {}
-        self._forget_after(first_step)
+        self.forget_after(first_step)
 
-    def _forget_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> None:
+        """Drop what evaluations of later steps wrote; these steps are done again."""
+        self._losses = {known: losses for known, losses in self._losses.items() if known <= step}
+        self._pictures.clear()  # some may be gone; the others are written again
         if self._files.generated.is_dir():
             for path in self._files.generated.iterdir():
                 if path.name.isdecimal() and int(path.name) > step:

@@ -18,10 +18,9 @@ from flowtrain.controller.audit import AuditTrail
 from flowtrain.controller.evaluations import Evaluations
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import ResumePoint
+from flowtrain.controller.resume import ResumePoint, consumed_at
 from flowtrain.controller.state import Role
 from flowtrain.errors import FlowTrainError
-from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.callback import deliver
 from flowtrain.observability.event_file import EventFile
 from flowtrain.observability.progress import ProgressDisplay
@@ -44,7 +43,7 @@ def following(
     with ExitStack() as stack:
         stream = EventStream(start.step)
         stack.callback(stream.close)
-        consumed = ConsumedPositions.at(start.sampler_state) if start.sampler_state else ConsumedPositions()
+        consumed = consumed_at(start)
         audit = AuditTrail(run_spec, files, start.step, consumed, stream.warn)
         stream.add(audit.take)  # first: what others show is on disk
         events = EventFile(files.events)

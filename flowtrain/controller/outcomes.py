@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+import torch.distributed as dist
 
 from flowtrain.emulation.meetings import OtherRankFailedError
 from flowtrain.errors import FlowTrainError
@@ -32,11 +33,20 @@ class Failed:
 
     error: BaseException
 
+    @property
+    def lost_peer(self) -> bool:
+        """Whether a collective failed: another rank has ended, or hangs."""
+        if isinstance(self.error, FlowTrainError):
+            return False
+        return isinstance(self.error, dist.DistError) or _GLOO in str(self.error)
+
 
 Outcome = Returned | Died | Failed
 
 # Ray describes a dead worker by its kind of exit, the detail, and a paragraph of possible causes.
 _BEFORE_DETAIL, _AFTER_DETAIL = "Worker exit detail: ", " Some common causes"
+_GLOO = "gloo/"
+"""In the text of gloo's errors, which are RuntimeErrors: the file that raised."""
 _Key = TypeVar("_Key")
 
 

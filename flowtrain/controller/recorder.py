@@ -98,6 +98,37 @@ class Recorder:
         self._tell_restart(name)
         self._restarts[name] = Restarted(step=self._stream.step, role=role.value, name=name, reason=reason)
 
+    def went_back(self, name: str, role: Role, reason: str, down_s: float, steps_again: int) -> None:
+        """Record that the run has gone back to a checkpoint, since an actor was lost, and goes on.
+
+        down_s, steps_again: as of ``Restarted``.
+        """
+        self._meter.restarted()
+        event = Restarted(
+            step=self._stream.step,
+            role=role.value,
+            name=name,
+            reason=reason,
+            down_s=down_s,
+            steps_again=steps_again,
+        )
+        self._stream.emit(event)
+
+    def rewind(self, step: int, consumed: ConsumedPositions) -> int:
+        """Forget the steps after ``step``, which are done again; returns their number. consumed: positions until then.
+
+        Raises OSError if a file cannot be cut.
+        """
+        num_again = (self._held.step if self._held is not None else self._stream.step) - step
+        self._held, self._evaluated = None, []
+        self._audit.cut_after(step, consumed)
+        self._evaluations.forget_after(step)
+        self.sampler_states = {known: state for known, state in self.sampler_states.items() if known <= step}
+        self._meter.rewind(self._audit.num_skipped)
+        self.num_rejected, self.num_seen = self._audit.num_rejected, len(consumed)
+        self._stream.step = step
+        return num_again
+
     def flush(self, step: int) -> None:
         """Make ledger, metrics and quarantine durable up to ``step``; called before its checkpoint becomes complete.
 

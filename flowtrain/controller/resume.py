@@ -46,6 +46,11 @@ class ResumePoint:
     """Of the run that wrote the checkpoint; None: no checkpoint."""
 
 
+def consumed_at(point: ResumePoint) -> ConsumedPositions:
+    """Return the positions that are trained at a resume point."""
+    return ConsumedPositions.at(point.sampler_state) if point.sampler_state else ConsumedPositions()
+
+
 def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
     """Raise ConfigError if metrics or ledger reach no checkpoint, or if the last step of a longer run was partial.
 

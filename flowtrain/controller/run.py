@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
-from flowtrain.actors.coordinator import start_flow
 from flowtrain.config.emulated import check_resumes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import worker_group
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.emulated import actor_classes
-from flowtrain.controller.following import following, run_started, telling_the_end
+from flowtrain.controller.following import following, telling_the_end
+from flowtrain.controller.group_run import GroupRun
+from flowtrain.controller.history import History
 from flowtrain.controller.opening import OpenRun, note_start, open_run, place
-from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
+from flowtrain.controller.prepare import prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import check_goes_on, other_reduction
+from flowtrain.controller.resume import check_goes_on
 from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import stop_on_signals
-from flowtrain.controller.state import Restart, Role, RunState
+from flowtrain.controller.state import Role
 from flowtrain.controller.summary import RunSummary, summary_if_done
-from flowtrain.controller.trace_desk import TraceDesk
-from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.controller.watch import CoordinatorLost, StopRequested
 from flowtrain.controller.weights import fetch_weights
-from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
+from flowtrain.controller.worker_group import COORDINATOR, ActorClasses
 from flowtrain.emulation.check import emulation_note, host_warning
-from flowtrain.flow.units import first_unit
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.stream import EventStream
 from flowtrain.training import checkpoint_store
-from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
-from flowtrain.types.messages import FlowSettings
-from flowtrain.types.plan import GradientReduction
 from flowtrain.types.run_plan import Plan
 
 
@@ -76,7 +70,9 @@ def run_training(
         stack.enter_context(telling_the_end(stream, recorder, run_spec.num_steps, started))
         costs = CostKeeper(run.run_spec, run.files, run.start.cost, stream.note)
         note_start(run, stream)
-        controller = Controller(run, recorder, costs, traces, stream, display, stop)
+        committer = Committer(run.run_spec, run.files, recorder, costs, stream.warn, stream.emit)
+        history = History(run, recorder, costs, committer)
+        controller = Controller(run, history, traces, stream, display, stop)
         stopped = controller.run(classes or actor_classes(config))
     return _summary(run, recorder, costs, stopped, started)
 
@@ -103,144 +99,64 @@ def _summary(run: OpenRun, recorder: Recorder, costs: CostKeeper, stopped: bool,
 
 
 class Controller:
-    """Starts one worker group, watches it, passes its events on and commits its checkpoints."""
+    """Starts the worker group, and starts it again from the last checkpoint when the coordinator is lost."""
 
     def __init__(
         self,
         run: OpenRun,
-        recorder: Recorder,
-        costs: CostKeeper,
+        history: History,
         traces: RunTraces,
         stream: EventStream,
         display: ProgressDisplay,
         stop: threading.Event,
     ) -> None:
         self._run = run
-        self._run_spec: RunSpec = run.run_spec
         self._config = run.run_spec.config
-        self._files = run.files
-        self._start = run.start
-        self._recorder = recorder
-        self._costs = costs
+        self._history = history
         self._traces = traces
         self._stream = stream
         self._display = display
         self._stop = stop
-        self._committer = Committer(self._run_spec, run.files, recorder, costs, stream.warn, stream.emit)
-        self._run_id = secrets.token_hex(4)
 
     def run(self, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
         # Again, since Ray has replaced the handler of SIGTERM by its own.
-        with stop_on_signals(self._stop), self._probe():
+        with stop_on_signals(self._stop), self._history.probed():
             if self._stop.is_set():
                 return True
-            resumes = self._start.checkpoint is not None
             try:
-                if self._config.emulation is None:
-                    fetch_weights(self._config, self._run.group, resumes, self._display.phase, self._stop)
+                self._fetch_weights()
+                stopped = self._run_groups(classes)
             except StopRequested:
                 return True
-            self._display.phase("starting actors, which load their models")
-            make_flow = partial(start_flow, self._config, self._run_spec.model_spec, self._flow_settings())
-            coordinator = worker_group.start_coordinator(self._config, classes, make_flow)
-            actors = worker_group.start_actors(
-                self._config,
-                self._run.specs,
-                self._run.group,
-                classes,
-                coordinator,
-                self._run_id,
-                self._run_spec.num_steps,
-                self._run_spec.indexes,
-            )
+            self._history.end()
+            return stopped
+
+    def _fetch_weights(self) -> None:
+        if self._config.emulation is None:
+            resumes = self._history.start.checkpoint is not None
+            fetch_weights(self._config, self._run.group, resumes, self._display.phase, self._stop)
+
+    def _run_groups(self, classes: ActorClasses) -> bool:
+        # Emulated devices have no state to go back to.
+        most = self._config.limits.max_coordinator_restarts if self._config.emulation is None else 0
+        again: Callable[[], None] | None = None
+        for left in range(most, -1, -1):
+            group = GroupRun(self._run, self._history, self._traces, self._stream, self._display, self._stop)
             try:
-                watcher = self._watcher(actors, {spec.name: spec.module for spec in self._run.specs})
-                self._start_loops(actors, watcher)
-                stopped = self._watch(actors, watcher)
-                self._committer.finish()
-                if not self._config.saves_at_end and self._recorder.last is not None:
-                    self._recorder.flush(self._recorder.last.step)  # otherwise a checkpoint does
-                return stopped
-            except StopRequested:
-                return True
-            finally:
-                actors.kill()
+                return group.run(classes, may_be_lost=left > 0, again=again)
+            except CoordinatorLost as error:
+                again = self._go_back(str(error))
+        raise AssertionError("the last group's coordinator may not be lost")
 
-    def _watch(self, actors: WorkerGroup, watcher: Watcher) -> bool:
-        desk = TraceDesk(self._files, self._traces, actors, self._stream.note)
-        watcher.on_turn = desk.poll
-        try:
-            return watcher.until_end()
-        finally:
-            desk.close()
+    def _go_back(self, reason: str) -> Callable[[], None]:
+        """Go back to the last checkpoint; returns what to call when all actors run again."""
+        noticed_s = time.monotonic()
+        self._stream.warn(f"the coordinator is lost ({reason}); all actors start again from the last checkpoint")
+        worker_group.wait_until_ended(self._config, self._run.specs, self._config.limits.stop_timeout_s)
+        return partial(self._runs_again, noticed_s, reason, self._history.go_back())
 
-    def _watcher(self, actors: WorkerGroup, modules: dict[str, str]) -> Watcher:
-        limits = self._config.limits
-
-        def shortage(encoders: Sequence[str]) -> str | None:
-            return memory_shortage(self._run_spec, [modules[name] for name in encoders])
-
-        def restarted(restart: Restart) -> None:
-            self._recorder.restarted(restart.name, actors.roles[restart.name], restart.reason)
-
-        rejected = self._config.data.max_rejected_fraction
-        state = RunState(actors.roles, limits.max_encoder_restarts, rejected, shortage, actors.leaders)
-        return Watcher(actors, state, limits, self._take, self._stream.note, self._stop, restarted)
-
-    def _start_loops(self, actors: WorkerGroup, watcher: Watcher) -> None:
-        actors.run_producers()
-        deadline_s = time.monotonic() + self._config.limits.start_limit_s
-        results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
-        checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        settings, evaluations = self._config.backbone, self._run_spec.evaluations
-        started = worker_group.start_backbone(actors, settings, checkpoint, evaluations, results)
-        peak = self._recorder.peak = started.peak
-        self._stream.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
-        self._note_reduction(started.reduction)
-        self._stream.note(f"sharding: {started.sharding.name} ({started.sharding.reason})")
-        self._costs.start(peak.device)
-        self._stream.emit(run_started(self._run_spec, self._files, self._start, peak.device, actors.roles.values()))
-        self._display.phase(f"waiting for step {self._start.step + 1}")
-        unit = first_unit(self._flow_settings())
-        for name in actors.of_role(Role.BACKBONE):
-            actors.run(name, unit, self._start.step, str(self._files.checkpoints))
-
-    def _note_reduction(self, reduction: GradientReduction) -> None:
-        self._stream.note(f"gradient_reduction: {reduction.name} ({reduction.reason})")
-        self._committer.gradient_reduction = reduction.name
-        is_auto = self._config.backbone.gradient_reduction == "auto"
-        if is_auto and (line := other_reduction(self._start, reduction)) is not None:
-            self._stream.warn(line)
-
-    def _flow_settings(self) -> FlowSettings:
-        settings = first_flow_settings(self._run_spec)
-        return replace(
-            settings,
-            start_step=self._start.step,
-            sampler_state=self._start.sampler_state or settings.sampler_state,
-            cost=self._costs.in_use,
-            num_rejected=self._recorder.num_rejected,
-            num_seen=self._recorder.num_seen,
-        )
-
-    @contextmanager
-    def _probe(self) -> Iterator[None]:
-        """A directory by which the ranks check that they share the run's file system."""
-        probe = checkpoint_store.probe_directory(self._files.checkpoints, self._run_id)
-        probe.mkdir()
-        try:
-            yield
-        finally:
-            with suppress(FileNotFoundError):
-                probe.rmdir()
-
-    def _take(self, event: Event) -> None:
-        self._recorder.take(event)
-        self._traces.take(event)
-        if isinstance(event, CostFitted):
-            self._costs.take(event)
-        elif isinstance(event, CheckpointWritten):
-            self._committer.commit(event)
-        elif isinstance(event, CheckpointFailed):
-            self._committer.failed(event)
+    def _runs_again(self, noticed_s: float, reason: str, num_again: int) -> None:
+        down_s, first = time.monotonic() - noticed_s, self._history.start.step + 1
+        self._stream.note(f"the run goes on after {down_s:.1f} s, from step {first} on")
+        self._history.recorder.went_back(COORDINATOR, Role.COORDINATOR, reason, down_s, num_again)

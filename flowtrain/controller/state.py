@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, DataError, FlowTrainError, ReplicaLostError, WorkerLostError
 
 
 class Role(enum.StrEnum):
@@ -53,6 +53,25 @@ class Abandon:
 
 
 @dataclass(frozen=True)
+class RestartBackbone:
+    """End all backbone ranks, go back to the last checkpoint, and start them again; the producers stay.
+
+    name: the rank that was lost first. reason: why. verb: how.
+    """
+
+    name: str
+    reason: str = field(default="", compare=False)
+    verb: str = field(default="died", compare=False)
+
+
+@dataclass(frozen=True)
+class RestartAll:
+    """End all actors, go back to the last checkpoint, and start them again: the coordinator is lost. reason: why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class RequestStop:
     """Ask the coordinator to end the run after the unit that is running."""
 
@@ -69,7 +88,7 @@ class Fail:
     error: FlowTrainError
 
 
-Decision = Restart | Abandon | RequestStop | Finish | Fail
+Decision = Restart | RestartBackbone | RestartAll | Abandon | RequestStop | Finish | Fail
 
 MIN_SAMPLES_TO_JUDGE = 64
 """Below this number of samples the rejected share is not judged."""
@@ -83,6 +102,8 @@ class RunState:
     shortage: what the run would lack, in numbers, if only these encoders were left; None if it can go on.
     leaders: from each encoder rank to the encoder it belongs to. They live, die and end together; only the leader
     counts.
+    max_backbone_restarts: of the whole backbone in this run.
+    may_be_lost: whether all may start again when the coordinator is lost.
     """
 
     def __init__(
@@ -92,6 +113,8 @@ class RunState:
         max_rejected_fraction: float,
         shortage: Callable[[Sequence[str]], str | None] = lambda encoders: None,
         leaders: Mapping[str, str] | None = None,
+        max_backbone_restarts: int = 0,
+        may_be_lost: bool = False,
     ) -> None:
         self._running = {name: role for name, role in actors.items() if role is not Role.ENCODER_RANK}
         self._leaders = dict(leaders or {})
@@ -99,6 +122,11 @@ class RunState:
         self._max_restarts = max_restarts
         self._max_rejected_fraction = max_rejected_fraction
         self._restarts: dict[str, int] = {}
+        self._backbone = {name: role for name, role in actors.items() if role is Role.BACKBONE}
+        self._max_backbone_restarts = max_backbone_restarts
+        self._num_backbone_restarts = 0
+        self._backbone_runs = False
+        self._may_be_lost = may_be_lost
         self._stop_asked = False
         self.phase = Phase.RUNNING
 
@@ -121,8 +149,18 @@ class RunState:
             self.phase = Phase.DRAINING
         return []
 
+    @property
+    def may_lose_coordinator(self) -> bool:
+        """Whether all may start again without it. A first start that fails would fail again."""
+        return self._may_be_lost and (self._backbone_runs or self._is_backbone_down)
+
+    def on_backbone_started(self) -> None:
+        """From now on a lost rank is a reason to start all ranks again. A first start that fails would fail again."""
+        self._backbone_runs = True
+        self._running |= self._backbone
+
     def on_died(self, name: str, reason: str) -> list[Decision]:
-        """An actor's process died. A producer is restarted; without a backbone rank the run cannot go on."""
+        """An actor's process died. A producer is started again; if it was a rank, so is the whole backbone."""
         member, name = name, self._leaders.get(name, name)
         if name not in self._running:
             return []
@@ -130,12 +168,7 @@ class RunState:
         if self.phase in (Phase.FAILED, Phase.DRAINING):
             return self.on_returned(name)
         if role is Role.BACKBONE:
-            return self._fail(
-                WorkerLostError(
-                    f"{name} died ({reason}); its gradients are lost. Start again with --resume to go on "
-                    "from the last checkpoint"
-                )
-            )
+            return self._lose_backbone(name, reason)
         if member != name:
             reason = f"{member}: {reason}"
         restarts = self._restarts.get(name, 0) + 1
@@ -144,6 +177,12 @@ class RunState:
             return self._lose(name, f"{name} died {restarts} times ({reason}), {limit}")
         self._restarts[name] = restarts
         return [Restart(name, None if member == name else member, reason)]
+
+    def on_hung(self, name: str, what: str) -> list[Decision]:
+        """A backbone rank hangs, so that all others wait for it."""
+        if self.phase in (Phase.FAILED, Phase.DRAINING) or name not in self._running:
+            return []
+        return self._lose_backbone(name, what, verb="hangs")
 
     def on_overdue(self) -> list[Decision]:
         """The backbone is done, and producers do not return in time. All steps are trained, so nobody needs them."""
@@ -157,16 +196,25 @@ class RunState:
         leader = self._leaders.get(name, name)
         if leader not in self._running:
             return []
+        if isinstance(error, CoordinatorLostError):
+            return self.on_coordinator_lost(str(error))
         if isinstance(error, ReplicaLostError):
             return self.on_died(leader, str(error))
         if self.phase in (Phase.FAILED, Phase.DRAINING):
             return self.on_returned(leader)
+        if self._running[leader] is Role.BACKBONE and self._is_backbone_down:
+            return []  # its group is gone
         if isinstance(error, FlowTrainError):
             return self._fail(error)
         return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))
 
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
         """The coordinator died, and with it all knowledge of where data is."""
+        if self.phase is Phase.FAILED:
+            return []
+        if self.may_lose_coordinator:
+            self.phase = Phase.FAILED  # this group's end
+            return [RestartAll(reason)]
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
     def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:
@@ -189,6 +237,25 @@ class RunState:
         self.phase = Phase.STOPPING
         self._stop_asked = True
         return [RequestStop()]
+
+    @property
+    def _is_backbone_down(self) -> bool:
+        return self._num_backbone_restarts > 0 and not self._backbone_runs
+
+    def _lose_backbone(self, name: str, reason: str, verb: str = "died") -> list[Decision]:
+        """A rank is lost, and the gradients of the step with it."""
+        if self._is_backbone_down:
+            return []  # the others go with the first
+        lost = f"{name} {verb} ({reason}); its gradients are lost"
+        way_out = "Start again with --resume to go on from the last checkpoint"
+        if not self._backbone_runs or not self._max_backbone_restarts:
+            return self._fail(WorkerLostError(f"{lost}. {way_out}"))
+        if self._num_backbone_restarts == self._max_backbone_restarts:
+            limit = f"limits.max_backbone_restarts is {self._max_backbone_restarts}"
+            return self._fail(WorkerLostError(f"{lost}, and {limit}. {way_out}"))
+        self._num_backbone_restarts += 1
+        self._backbone_runs = False
+        return [RestartBackbone(name, reason, verb)]
 
     def _lose(self, name: str, what: str) -> list[Decision]:
         """A producer does not come back; other encoders do its work if their memory suffices."""

@@ -42,6 +42,11 @@ class StepMeter:
         self._is_emulated = emulation is not None
         self.time_scale = emulation.time_scale if emulation is not None else 1.0
 
+    def rewind(self, num_skipped: int) -> None:
+        """Go back to an earlier step. num_skipped: steps of the run that were skipped until then."""
+        self.num_skipped = num_skipped
+        self._last_finished_s = None
+
     def restarted(self) -> None:
         """Count the restart of an actor."""
         self._num_restarts += 1

@@ -12,7 +12,17 @@ import ray
 
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
-from flowtrain.controller.state import Abandon, Decision, Fail, Phase, RequestStop, Restart, RunState
+from flowtrain.controller.state import (
+    Abandon,
+    Decision,
+    Fail,
+    Phase,
+    RequestStop,
+    Restart,
+    RestartAll,
+    RestartBackbone,
+    RunState,
+)
 from flowtrain.controller.worker_group import WorkerGroup
 from flowtrain.errors import FlowTrainError, StallError
 from flowtrain.flow.api import CoordinatorApi
@@ -27,6 +37,18 @@ SETTLE_S = 3.0
 
 class StopRequested(Exception):
     """The user asked for the end before any step was trained."""
+
+
+class BackboneLost(Exception):
+    """A rank is lost, so all ranks must be started again. name, reason, verb: as of ``RestartBackbone``."""
+
+    def __init__(self, name: str, reason: str, verb: str) -> None:
+        super().__init__(name, reason, verb)
+        self.name, self.reason, self.verb = name, reason, verb
+
+
+class CoordinatorLost(Exception):
+    """The coordinator is lost, so all actors must be started again; its text says why."""
 
 
 class Watcher:
@@ -55,13 +77,17 @@ class Watcher:
         self._restarted = restarted
         self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
+        self._lost: RestartBackbone | RestartAll | None = None
+        self._asked_s = time.monotonic()
+        self._was_answered = False
         self.on_turn: Callable[[], None] = lambda: None
         """Called after every wait, a second apart at most; it may not raise."""
 
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, or the error that ends the run.
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, CoordinatorLost, or the
+        error that ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
         while pending:
@@ -71,6 +97,7 @@ class Watcher:
                 if isinstance(outcome, Died | Failed):
                     self._conclude(name, outcome)
             self._raise_error()
+            self._raise_lost()
             if self._stop.is_set():
                 raise StopRequested
             if pending and time.monotonic() > deadline_s:
@@ -82,10 +109,15 @@ class Watcher:
         return ray.get(list(calls.values()))
 
     def until_end(self) -> bool:
-        """Watch until every actor has returned; returns whether a stop was asked for. Raises the error that ends it."""
+        """Watch until every actor has returned; returns whether a stop was asked for.
+
+        Raises the error that ends it, CoordinatorLost, or BackboneLost; after that it can be called again.
+        """
         draining_since: float | None = None
         while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
             self._turn(())
+            if self._error is None:
+                self._raise_lost()
             if self._stop.is_set() and (decisions := self._state.on_stop()):
                 self._note("stopping after this step; a checkpoint follows (interrupt again to end at once)")
                 self._perform(decisions)
@@ -102,6 +134,18 @@ class Watcher:
             logger.warning("the last events of the failed run could not be recorded: %s", lost)
         raise self._error
 
+    def note_hang(self, name: str, what: str) -> None:
+        """Take a backbone rank for hung, at the end of this turn."""
+        self._perform(self._state.on_hung(name, what))
+
+    def take_pending_events(self) -> None:
+        """Take all events until now, while no rank runs. Raises CoordinatorLost, or the error that ends the run."""
+        for _ in range(2):  # the first answer may be from before
+            self._actors.link.ask(CoordinatorApi.flush_events)
+            self._take_events(self._limits.stop_timeout_s)
+        self._raise_error()
+        self._raise_lost()
+
     # --- one round ----------------------------------------------------------------------------------------------
 
     def _turn(self, awaited: Sequence[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
@@ -113,6 +157,10 @@ class Watcher:
             done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if self._events in done:
             self._take_events()
+        elif self._was_answered and time.monotonic() - self._asked_s > self._limits.coordinator_timeout_s:
+            limit_s = self._limits.coordinator_timeout_s
+            silent = f"it has not answered within limits.coordinator_timeout_s ({limit_s:g} s)"
+            self._perform(self._state.on_coordinator_lost(silent))
         self.on_turn()
         for ref, outcome in _outcomes(done, runs).items():
             # ``replace`` has removed the calls of a dead encoder's ranks: their end says nothing about the new ones.
@@ -124,6 +172,8 @@ class Watcher:
     def _conclude(self, name: str, outcome: Outcome) -> None:
         if isinstance(outcome, Died):
             self._perform(self._state.on_died(name, outcome.reason))
+        elif isinstance(outcome, Failed) and outcome.lost_peer:
+            self._perform(self._state.on_died(name, f"it lost the other ranks: {outcome.error}"))
         elif isinstance(outcome, Failed):
             if self._state.phase is Phase.DRAINING:
                 logger.warning("%s failed after it was no longer needed: %s", name, outcome.error)
@@ -139,9 +189,10 @@ class Watcher:
             return
         except ray.exceptions.GetTimeoutError as error:
             raise StallError(
-                f"the coordinator did not send its last events within limits.stop_timeout_s ({timeout_s:g} s)"
+                f"the coordinator did not send its events within limits.stop_timeout_s ({timeout_s:g} s)"
             ) from error
         self._events = self._actors.link.start(CoordinatorApi.events)
+        self._asked_s, self._was_answered = time.monotonic(), True
         for event in events:
             self._take(event)
             if isinstance(event, Rejected):
@@ -163,6 +214,8 @@ class Watcher:
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
                 self._restarted(decision)
+            elif isinstance(decision, RestartBackbone | RestartAll):
+                self._lost = decision
             elif isinstance(decision, Abandon):
                 self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name, for_good=True)
@@ -175,6 +228,13 @@ class Watcher:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _raise_lost(self) -> None:
+        lost, self._lost = self._lost, None
+        if isinstance(lost, RestartBackbone):
+            raise BackboneLost(lost.name, lost.reason, lost.verb)
+        if lost is not None:
+            raise CoordinatorLost(lost.reason)
 
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flowtrain.actors.backbone import BackboneRank
-from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.coordinator import POLL_S, Coordinator, RemakeFlow
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.actors.feeder import Feeder
@@ -25,7 +26,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.actor_specs import ActorSpec, bundle_indices
 from flowtrain.controller.shard_groups import shard_size_of
 from flowtrain.controller.state import Role
-from flowtrain.errors import ResourceError
+from flowtrain.errors import ResourceError, StallError
 from flowtrain.flow.flow import Flow
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.evaluation import EvalRounds
@@ -35,6 +36,7 @@ from flowtrain.types.sources import SourceIndex
 logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
+ENDING_POLL_S = 0.1
 Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 
 
@@ -86,6 +88,8 @@ class WorkerGroup:
     waiting: tuple[str, ...] = ()
     """Encoders, and their ranks, that start only when the backbone's ranks have their devices."""
     launcher: Launcher = field(default_factory=Launcher)
+    generation: int = 0
+    """How often the backbone was started again."""
 
     def of_role(self, role: Role) -> dict[str, ActorHandle]:
         """Handles of one role by name, in order."""
@@ -99,16 +103,18 @@ class WorkerGroup:
 
     def start_waiting(self) -> None:
         """Start what waited for the backbone's ranks, and the loops."""
-        for name in self.waiting:
+        waiting, self.waiting = self.waiting, ()
+        for name in waiting:
             self.actors[name] = self.spawn[name]()
-        for name in self.waiting:
+        for name in waiting:
             if self.roles[name] is Role.ENCODER:
                 self.run(name)
 
     def run(self, name: str, *args: Any) -> None:
         """Start an actor's loop and those of its encoder ranks."""
         actor, ranks = self.actors[name], self.encoder_ranks(name)
-        self.runs[actor.run.remote(RayLink(self.coordinator), *args)] = name
+        generation = self.generation if self.roles[name] is Role.BACKBONE else None
+        self.runs[actor.run.remote(RayLink(self.coordinator, generation), *args)] = name
         port = actor.open_rendezvous.remote() if ranks else None
         for rank in ranks:  # the call waits for its argument
             self.runs[self.actors[rank].run.remote(port)] = rank
@@ -138,6 +144,31 @@ class WorkerGroup:
             self.launcher.kill(self.actors[member])
         self.runs = {ref: running for ref, running in self.runs.items() if running not in members}
 
+    def end_backbone(self, timeout_s: float) -> None:
+        """Kill all ranks, forget their loops, and wait until they have ended.
+
+        Raises StallError after the timeout: two backbones must not run at a time.
+        """
+        ranks = self.of_role(Role.BACKBONE)
+        open_runs = [ref for ref, name in self.runs.items() if name in ranks]
+        for handle in ranks.values():
+            self.launcher.kill(handle)
+        self.runs = {ref: name for ref, name in self.runs.items() if name not in ranks}
+        if not open_runs:
+            return
+        _, left = ray.wait(open_runs, num_returns=len(open_runs), timeout=timeout_s)
+        if left:
+            raise StallError(
+                f"{len(left)} of {len(ranks)} backbone ranks did not end within limits.stop_timeout_s ({timeout_s:g} "
+                "s) after they were killed; their nodes may be out of reach. Start again with --resume"
+            )
+
+    def spawn_backbone(self) -> None:
+        """Start all ranks again, after ``end_backbone``; ``start_backbone`` then joins them."""
+        self.generation += 1
+        for name in self.of_role(Role.BACKBONE):
+            self.actors[name] = self.spawn[name]()
+
     def kill(self) -> None:
         """End every actor at once."""
         for handle in [*self.actors.values(), self.coordinator]:
@@ -149,19 +180,43 @@ def namespace_of(config: RunConfig) -> str:
     return f"flowtrain-{config.name}"
 
 
-def start_coordinator(config: RunConfig, classes: ActorClasses, make_flow: Callable[[], Flow]) -> ActorHandle:
+def start_coordinator(
+    config: RunConfig, classes: ActorClasses, make_flow: Callable[[], Flow], remake_flow: RemakeFlow | None = None
+) -> ActorHandle:
     """Start the coordinator; it reserves no CPU, since it only passes small messages.
 
+    make_flow, remake_flow: as of ``Coordinator``.
     Raises ResourceError if the run is already running.
     """
     options = {"name": COORDINATOR, "namespace": namespace_of(config), "num_cpus": 0}
     try:
-        return classes.launcher.spawn(classes.coordinator, options, make_flow)
+        return classes.launcher.spawn(classes.coordinator, options, make_flow, POLL_S, remake_flow)
     except ValueError as error:
         raise ResourceError(
             f"run {config.name!r} is already running in this cluster (its actor {COORDINATOR!r} exists); wait for "
             "its end, or give this run another name"
         ) from error
+
+
+def wait_until_ended(config: RunConfig, specs: list[ActorSpec], timeout_s: float) -> None:
+    """Wait until the names of a group's killed actors are free. Raises StallError after the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    names = [COORDINATOR, *(spec.name for spec in specs)]
+    while there := [name for name in names if _is_there(config, name)]:
+        if time.monotonic() > deadline_s:
+            raise StallError(
+                f"{', '.join(there)} did not end within limits.stop_timeout_s ({timeout_s:g} s) after they were killed; "
+                "start again with --resume"
+            )
+        time.sleep(ENDING_POLL_S)
+
+
+def _is_there(config: RunConfig, name: str) -> bool:
+    try:
+        ray.get_actor(name, namespace_of(config))
+    except ValueError:
+        return False
+    return True
 
 
 def start_actors(

@@ -168,6 +168,11 @@ class Feed:
         """Return the sampler's state after the last drawn unit (the backbone trains it later)."""
         return self._sampler.state()
 
+    def drop(self) -> None:
+        """Free what lies on the shelf for later units; the feed sizes no more."""
+        if self._blocks is not None:
+            self._blocks.drop()
+
     def close(self) -> None:
         """End the reading threads."""
         self._files.shutdown(wait=True, cancel_futures=True)

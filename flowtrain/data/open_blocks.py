@@ -116,6 +116,14 @@ class OpenBlocks:
         if isinstance(row, HeldRow):
             self._shelf.free(row.extents)
 
+    def drop(self) -> None:
+        """Free the rows that were not handed out."""
+        for rows in self._rows.values():
+            for row in rows.values():
+                if isinstance(row, HeldRow):
+                    self._shelf.free(row.extents)
+        self._rows.clear()
+
     def _open(self, key: BlockKey) -> dict[int, Row | _Later]:
         first, last = self._sources.rows_of(key.source, key.block)
         wanted = self._rows_to_come.pop(key, range(first, last))

@@ -15,6 +15,7 @@ from flowtrain.types.messages import (
     EncoderReport,
     FeedOrder,
     FeedReport,
+    FlowSettings,
     HandInReply,
     Joined,
     LeaseOrder,
@@ -132,6 +133,18 @@ class CoordinatorApi(Protocol):
 
     async def end_events(self) -> None:
         """Answer the waiting ``events`` at once, and all later ones: everything was reported."""
+        ...
+
+    async def flush_events(self) -> None:
+        """Answer the waiting ``events`` at once; if none waits, the next one."""
+        ...
+
+    async def rewind(self, settings: FlowSettings, gone: tuple[str, ...]) -> None:
+        """Go back to where ``settings`` start: the backbone ended, and other ranks of it take its place.
+
+        Producers keep their memory, free what they hold of later positions, and make these again. Questions of the
+        ended ranks are refused from now on. gone: names of these ranks.
+        """
         ...
 
     async def trace(self, num_steps: int) -> TraceSteps:

@@ -31,20 +31,24 @@ from flowtrain.types.plan import Unit
 from flowtrain.types.samples import SamplerState
 
 
-def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> Flow:
-    """Return the flow of a run. Compiles what planning needs first, so that no step waits for it."""
+def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earlier: Flow | None = None) -> Flow:
+    """Return the flow of a run. Compiles what planning needs first, so that no step waits for it.
+
+    earlier: the flow whose processes it takes over, to make positions again from ``settings`` on.
+    """
+    pool = config.pool
     planner = StepPlanner.from_config(config, settings.dp_size, settings.cost)
     planner.warm_up()
     parts = Parts(
-        AddressSpace(num_processes=config.pool.max_processes, segment_nbytes=config.pool.max_segment_nbytes),
-        alignment=config.pool.alignment,
+        AddressSpace(num_processes=pool.max_processes, segment_nbytes=pool.max_segment_nbytes),
+        alignment=pool.alignment,
         lease_timeout_s=config.limits.lease_timeout_s,
         keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
         ranks_read_images=config.mode == "monolithic",
     )
-    return assemble_flow(
-        members=Members(config.pool.max_processes, config.pool.processes_per_node),
+    flow = assemble_flow(
+        members=earlier.members if earlier is not None else Members(pool.max_processes, pool.processes_per_node),
         parts=parts,
         order=_order(config, settings, parts),
         planner=planner,
@@ -62,6 +66,9 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         whole_units=config.mode == "disaggregated" or config.exchanges_units,
         in_turn=config.exchanges_units,
     )
+    if earlier is not None:
+        flow.take_over(earlier)
+    return flow
 
 
 def assemble_flow(

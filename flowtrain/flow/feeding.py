@@ -54,6 +54,11 @@ class Feeding:
         self._shares: deque[_Share] = deque()
         self._feeder_of: dict[int, int] = {}
 
+    def take_over(self, earlier: Feeding) -> tuple[int, ...]:
+        """Go on with the feeders of an earlier flow; returns their processes."""
+        self._feeder_of = earlier._feeder_of
+        return tuple(self._feeder_of)
+
     def join(self, owner: int, feeder: int) -> None:
         """Note that a process is the feeder with this number."""
         assert 0 <= feeder < len(self._states), f"feeder {feeder} of {len(self._states)}"

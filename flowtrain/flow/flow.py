@@ -25,6 +25,7 @@ from flowtrain.types.messages import (
     Joined,
     LeaseOrder,
     LocateReply,
+    PartReady,
     PlanReply,
     RankReport,
     RoomOrder,
@@ -72,6 +73,21 @@ class Flow:
         self.trace = FlowTrace(log, members, steps, parts.holdings)
         self._in_turn = in_turn
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
+        self._outdated: set[int] = set()  # feeders that still size what an earlier flow has asked for
+
+    def take_over(self, earlier: Flow) -> None:
+        """Go on with the living processes of an earlier flow, which share its ``members``; call it before any other.
+
+        What they hold is theirs to free. Feeders learn with their next order where they size from; what producers
+        still report of the earlier flow is refused.
+        """
+        assert self.members is earlier.members, "both flows have the same processes"
+        self.parts.take_over(earlier.parts)
+        self.log.take_over(earlier.log)
+        self.trace.take_over(earlier.trace)
+        self._outdated = {each for each in self.feeding.take_over(earlier.feeding) if self.members.is_living(each)}
+        if earlier.steps.is_stopping:
+            self.steps.request_stop()
 
     # --- processes ----------------------------------------------------------------------------------------------
 
@@ -105,6 +121,7 @@ class Flow:
         self.members.withdraw(owner)
         self.log.forget(owner)
         self._grown.discard(owner)
+        self._outdated.discard(owner)
         self.parts.owner_lost(owner, for_good)
 
     # --- feeder -------------------------------------------------------------------------------------------------
@@ -120,6 +137,8 @@ class Flow:
         self.log.stats(owner, report.stats)
         self.log.retried(report.num_retries)
         self.trace.occupied(owner)
+        if owner in self._outdated:
+            return _extents_of(*report.texts, *report.images, *report.remade)
         refused: list[Extent] = []
         for ready in report.remade:
             try:
@@ -155,6 +174,10 @@ class Flow:
         """
         if self.steps.are_over:
             return FeedOrder(None, (), self.parts.holdings.take_released(owner), stop=True)
+        if owner in self._outdated:
+            self._outdated.remove(owner)
+            state = self.feeding.state_of(owner)
+            return FeedOrder(None, (), self.parts.holdings.take_released(owner), stop=False, starts_at=state)
         remake = self.parts.leases.grant_lost_parts(owner)
         unit = self.feeding.next_unit(owner)
         # Lost parts are reported before new ones are put: a segment full of unreported parts is never released.
@@ -176,6 +199,9 @@ class Flow:
         self.log.blocked(report.blocked_s)
         self.log.read(report.read_by_transport)
         self.trace.record(report.spans)
+        if self.parts.leases.is_earlier(report.lease_id):
+            self._grown.add(owner)
+            return _extents_of(*report.ready)
         self._reject(report.rejections)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
@@ -293,3 +319,7 @@ class Flow:
         if planned is not None:
             self.trace.planned(planned)
             self.trace.ahead()
+
+
+def _extents_of(*parts: PartReady) -> tuple[Extent, ...]:
+    return tuple([extent for part in parts for extent in part.extents])

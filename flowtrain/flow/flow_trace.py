@@ -26,6 +26,10 @@ class FlowTrace:
         self._lost_s: dict[str, float] = {}
         self._had_hbm = False
 
+    def take_over(self, earlier: FlowTrace) -> None:
+        """Go on with the processes of an earlier flow."""
+        self._lost_s, self._had_hbm = earlier._lost_s, earlier._had_hbm
+
     @property
     def is_on(self) -> bool:
         """Whether spans and counters are kept now."""

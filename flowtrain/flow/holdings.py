@@ -71,6 +71,13 @@ class Holdings:
         self._hbm_nbytes_of.pop(owner, None)
         return parts
 
+    def take_over(self, earlier: Holdings) -> None:
+        """Let the owners of an earlier flow free all that they have there."""
+        for parts in list(earlier._ready_of.values()):
+            for part in list(parts):
+                earlier.release(part)
+        self._released_of, self._released_nbytes = earlier._released_of, earlier._released_nbytes
+
     def hbm_nbytes_of(self, owner: int) -> int:
         """Return the bytes of an owner's READY parts in HBM."""
         return self._hbm_nbytes_of.get(owner, 0)

@@ -41,6 +41,7 @@ class Leases:
         self._leases: dict[int, LeaseRecord] = {}  # in the order in which they were granted
         self._leases_of: defaultdict[int, set[int]] = defaultdict(set)
         self._last_id = 0
+        self._last_earlier_id = 0
         self._feeders: dict[int, int] = {}
         self._lost_fed: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by feeder
         self._remade_by: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by owner
@@ -64,6 +65,16 @@ class Leases:
                 record.num_unfed += images is not None and images.state is not READY
         self._batches[record.batch.encoder, *record.key] = record
         self._queue(record)
+
+    def take_over(self, earlier: Leases) -> None:
+        """Go on with the owners of an earlier flow; none of its leases counts any more."""
+        self._last_id = self._last_earlier_id = earlier._last_id
+        self._feeders = earlier._feeders
+        self._lost_owners = earlier._lost_owners
+
+    def is_earlier(self, lease_id: int) -> bool:
+        """Whether a lease was granted by the flow that this one took over from."""
+        return 0 < lease_id <= self._last_earlier_id
 
     @property
     def has_line(self) -> bool:

@@ -221,6 +221,12 @@ class Parts:
 
     # --- losses -------------------------------------------------------------------------------------------------
 
+    def take_over(self, earlier: Parts) -> None:
+        """Go on with the owners of an earlier flow, all of whose parts are released."""
+        self.has_lost_memory = earlier.has_lost_memory
+        self.leases.take_over(earlier.leases)
+        self.holdings.take_over(earlier.holdings)
+
     def owner_lost(self, owner: int, for_good: bool = False) -> None:
         """Have all parts of an owner that are not released produced again, first in line. May be called twice.
 

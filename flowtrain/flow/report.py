@@ -60,6 +60,12 @@ class EventLog:
         self.epoch_s = time.time() - time.monotonic()
         """What turns the monotonic time of this process into the run's clock."""
 
+    def take_over(self, earlier: EventLog) -> None:
+        """Go on with the clock, the trace and the segments of an earlier flow."""
+        self.epoch_s = earlier.epoch_s
+        self.segments = earlier.segments
+        self._last_traced_step = max(self._last_traced_step, earlier._last_traced_step)
+
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call."""
         self._gather()

@@ -131,6 +131,11 @@ class Steps:
         """End the run after the running step and the evaluation that may follow it."""
         self._stop_requested = True
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the user has asked for the end."""
+        return self._stop_requested
+
     def begin(self, unit_index: int) -> bool:
         """Let a replica run a unit; False: stop."""
         if self.has_begun(unit_index):

@@ -82,6 +82,11 @@ class RunDir:
         return self.root / "cost_profile.json"
 
     @property
+    def stacks(self) -> Path:
+        """What the threads of all ranks were in when one hung; a directory for each step."""
+        return self.root / "stacks"
+
+    @property
     def generated(self) -> Path:
         """What the model answered to held-out samples, with their pictures; a directory for each step."""
         return self.root / "generated"

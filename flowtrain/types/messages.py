@@ -260,6 +260,8 @@ class FeedOrder:
     """The run is over for the feeder."""
     consumed: tuple[int, ...] = ()
     """Positions of the unit that an earlier run has consumed: feeders draw them but do not size them."""
+    starts_at: SamplerState | None = None
+    """The run went back: the feeder drops what it has drawn, and draws from this state on. None: it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,8 @@ class EncoderReport:
     """New spans for the trace."""
     returned: int | None = None
     """Id of a lease whose images it could not read, since their feeder is gone."""
+    lease_id: int = 0
+    """Of the lease that it finished; 0: none."""
     read_by_transport: dict[str, int] = field(default_factory=dict)
     """Bytes that it read from the pool since its last report, by transport."""
 

@@ -120,6 +120,8 @@ class Restarted:
     """Why it died."""
     down_s: float | None = None
     """Seconds from its death until the new one worked; None: it did not."""
+    steps_again: int = 0
+    """Steps that were done and are done again: of a backbone, those after its checkpoint."""
     timestamp: float = field(default_factory=time.time)
 
 

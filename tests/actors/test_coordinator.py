@@ -13,7 +13,7 @@ import pytest
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.signals import Signal
-from flowtrain.errors import PoolError
+from flowtrain.errors import OutdatedError, PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.observability.clocks import monotonic_clock_name
@@ -30,7 +30,7 @@ from flowtrain.types.messages import (
     PartReady,
     PlanReply,
 )
-from flowtrain.types.samples import IMAGES_PART, TEXT_PART
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
 from flowtrain.types.tracing import TraceSteps
 from tests.flow.simulation import (
     ENCODER_NBYTES,
@@ -457,6 +457,48 @@ def test_only_the_first_that_begins_a_unit_wakes_producers() -> None:
         world.coordinator._wake_producers = lambda: woken.append(1)
         assert [await world.coordinator.begin(unit) for unit in (0, 0, 1, 0, 1)] == [True] * 5
         assert len(woken) == 2
+
+    play(scenario)
+
+
+def test_the_run_goes_back_under_everybodys_hands() -> None:
+    async def scenario(world: World) -> None:
+        coordinator, flow = world.coordinator, world.coordinator._flow
+        coordinator._remake_flow = lambda settings, earlier: build_flow(dp_size=1, earlier=earlier)
+        await world.size_next()
+        lease = await world.lease()
+        world.encoder.take(lease)
+        feed = await waiting(coordinator.feed(world.feeder.index, FeedReport()))
+        late = await waiting(coordinator.locate(0, 0, 0))
+        question = pickle.dumps(("begin", (0,), {}, 0))
+        assert pickle.loads(await coordinator.answer(question)) is True
+        await coordinator.rewind(None, ())  # type: ignore[arg-type]  # the flow above needs none
+        assert coordinator._flow is not flow
+        with pytest.raises(OutdatedError, match="a rank of backbone 0 asks, but backbone 1 runs"):
+            await coordinator.answer(question)
+        order = await soon(feed)
+        assert order.starts_at == SamplerState(0) and order.unit is None
+        world.feeder.free(order.released)
+        assert world.feeder.arena.used_nbytes == 0, "all that was sized is sized again"
+        refused = (await coordinator.hand_in(world.encoder.index, world.encoder.encode())).refused
+        world.encoder.free(refused)
+        assert refused and world.encoder.arena.used_nbytes == 0
+        late.cancel()
+        await world.size_next()
+        await world.encode_all()
+        await world.run(0)
+
+    play(scenario)
+
+
+def test_events_are_answered_at_once_when_they_are_wanted() -> None:
+    async def scenario(world: World) -> None:
+        events = await waiting(world.coordinator.events())
+        await world.coordinator.flush_events()
+        assert await soon(events) == ()
+        await world.coordinator.flush_events()
+        assert await soon(world.coordinator.events()) == ()
+        (await waiting(world.coordinator.events())).cancel()
 
     play(scenario)
 

@@ -54,7 +54,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_call_brings_the_answer(world: World) -> None:
     world.answer = "yes"
     assert world.link.ask(CoordinatorApi.lease, 1, "vision") == "yes"
-    assert world.sent == [("lease", (1, "vision"), {})]
+    assert world.sent == [("lease", (1, "vision"), {}, None)]
 
 
 class Echo(Answering):

@@ -11,6 +11,7 @@ import torch
 
 from flowtrain.actors.reading import Fetched
 from flowtrain.actors.timed_stages import TimedStages
+from flowtrain.actors.whereabouts import Diary
 from flowtrain.pipeline.executor import checked_schedule, execute
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.training.clock import MicrobatchClock
@@ -58,7 +59,7 @@ def test_batches_reach_the_stages_and_times_their_slots(pp_rank: int, training: 
     stages = Stages()
     clock = MicrobatchClock(torch.device("cpu")) if training else None
     schedule = checked_schedule("1f1b", build_partition(2, 2), num_microbatches=NUM_MICROBATCHES, training=training)
-    execute(schedule[pp_rank], TimedStages(stages, clock), fetched)
+    execute(schedule[pp_rank], TimedStages(stages, clock, Diary()), fetched)
     for call in stages.calls:
         assert call[0] == "wait" or call[2] == f"batch {call[1]}"
     assert {call[0] for call in stages.calls} == {"forward", "start", "wait", *(["backward"] if training else [])}
@@ -72,7 +73,7 @@ def test_batches_reach_the_stages_and_times_their_slots(pp_rank: int, training: 
 def test_a_slots_time_is_that_of_the_microbatch_which_ran_in_it() -> None:
     stages = Stages()
     clock = MicrobatchClock(torch.device("cpu"))
-    timed = TimedStages(stages, clock)
+    timed = TimedStages(stages, clock, Diary())
     action: Any = SimpleNamespace(microbatch=0)
     for number, repeats in ((0, 1), (1, 4), (2, 1)):
         for _ in range(repeats):

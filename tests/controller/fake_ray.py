@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from flowtrain.controller.state import Role
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.events import Event
 
 MAX_IDLE = 50
@@ -68,7 +69,7 @@ class FakeWorkerGroup:
         self.pending: list[Event] = []
         self.events_error: BaseException | None = None
         self._open: Ref | None = None
-        self._ended = False
+        self._ended = self._wanted = False
         self.link = SimpleNamespace(ask=self._ask, start=self._start)
         for name in roles:
             self.runs[Ref(name)] = name
@@ -98,6 +99,9 @@ class FakeWorkerGroup:
     def _ask(self, question: Callable[..., Any], *args: object, **kwargs: object) -> None:
         said = (question.__name__, *args, *(f"{name}={value}" for name, value in kwargs.items()))
         self.log.append(" ".join(map(str, said)))
+        if question is CoordinatorApi.flush_events:
+            self._wanted = True
+            self._answer()
 
     def _start(self, question: Callable[..., Any]) -> Ref | None:
         return {"events": self._events, "end_events": self._end_events}[question.__name__]()
@@ -116,7 +120,8 @@ class FakeWorkerGroup:
             return
         if self.events_error is not None:
             self._open.finish(self.events_error)
-        elif self.pending or self._ended:
+        elif self.pending or self._ended or self._wanted:
+            self._wanted = False
             self._open.finish(tuple(self.pending))
             self.pending.clear()
 

@@ -287,6 +287,25 @@ def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
     assert world.quarantined() == [1, EVAL_POSITION_BASE + 1, 3 * BATCH]
 
 
+def test_going_back_in_a_run_cuts_everything_as_a_resume_does(world: World) -> None:
+    recorder = world.open()
+    for event in (done(train_unit(1)), done(train_unit(2)), done(eval_unit(2), loss=0.5), done(train_unit(3))):
+        recorder.take(event)
+    recorder.flush(3)
+    recorder.take(rejected(5, 9, num_rejected=2))
+    recorder.take(done(train_unit(4)))
+    assert recorder.rewind(2, ConsumedPositions(2 * BATCH)) == 2, "step 4 still waited for its evaluation"
+    assert world.steps() == [1, 2] and world.ledger_steps() == [1, 2] and world.quarantined() == [5]
+    assert (recorder.num_rejected, recorder.num_seen) == (1, 2 * BATCH)
+    assert set(recorder.sampler_states) == {1, 2}
+    recorder.take(done(train_unit(3), loss=7.0))
+    assert world.metrics()[-1]["step_time_s"] == 1.0, "it is measured from its own start again"
+    assert [line["loss"] for line in world.metrics()] == [1.0, 1.0, 7.0]
+    recorder.went_back("backbone-dp0-pp0-tp0", Role.BACKBONE, "killed", 2.5, 1)
+    (told,) = [event for event in world.told if isinstance(event, Restarted)]
+    assert (told.role, told.step, told.down_s, told.steps_again) == ("backbone", 3, 2.5, 1)
+
+
 def test_what_was_seen_before_a_resume_ends_with_the_data(world: World) -> None:
     assert world.open(2, consumed=ConsumedPositions(2 * BATCH - 1)).num_seen == 2 * BATCH - 1
 

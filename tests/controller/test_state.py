@@ -17,10 +17,12 @@ from flowtrain.controller.state import (
     Phase,
     RequestStop,
     Restart,
+    RestartAll,
+    RestartBackbone,
     Role,
     RunState,
 )
-from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, SourceReadError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, DataError, FlowTrainError, ReplicaLostError, SourceReadError, WorkerLostError
 
 ACTORS = {
     "encoder-0": Role.ENCODER,
@@ -244,3 +246,70 @@ def test_every_run_of_events_ends_in_one_way(events: list[tuple[str, str]]) -> N
     backbone_left = Role.BACKBONE in running.values()
     if state.phase is not Phase.FAILED and running:
         assert (state.phase is Phase.DRAINING) == (not backbone_left)
+
+
+def state_of_a_running_backbone(max_backbone_restarts: int = 2) -> RunState:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=max_backbone_restarts)
+    state.on_backbone_started()
+    return state
+
+
+def test_a_rank_that_is_lost_takes_the_whole_backbone_back_once() -> None:
+    state = state_of_a_running_backbone()
+    assert state.on_died("backbone-1", "out of memory") == [RestartBackbone("backbone-1")]
+    assert state.on_died("backbone-0", "killed") == state.on_failed("backbone-0", RuntimeError("no peer")) == []
+    assert state.phase is Phase.RUNNING
+    state.on_backbone_started()
+    assert state.on_died("backbone-0", "killed") == [RestartBackbone("backbone-0")]
+
+
+def test_a_start_that_fails_is_no_reason_to_start_again() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2)
+    assert isinstance(failure(state.on_died("backbone-1", "killed")), WorkerLostError)
+
+
+def test_ranks_that_had_returned_run_again_with_the_others() -> None:
+    state = state_of_a_running_backbone()
+    state.on_returned("backbone-0")
+    state.on_died("backbone-1", "killed")
+    state.on_backbone_started()
+    state.on_returned("backbone-1")
+    assert state.phase is Phase.RUNNING, "the other one runs too"
+    state.on_returned("backbone-0")
+    assert state.phase is Phase.DRAINING
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_backbone_is_started_again_so_often_and_no_more(limit: int) -> None:
+    state = state_of_a_running_backbone(limit)
+    for _ in range(limit):
+        state.on_died("backbone-0", "killed")
+        state.on_backbone_started()
+    error = failure(state.on_died("backbone-0", "killed"))
+    assert ("limits.max_backbone_restarts is 2" in str(error)) == (limit == 2) and "--resume" in str(error)
+
+
+def test_our_own_error_of_a_rank_ends_the_run_and_none_while_the_backbone_is_down() -> None:
+    state = state_of_a_running_backbone()
+    state.on_died("backbone-0", "killed")
+    assert state.on_failed("backbone-1", SourceReadError("no disk")) == []
+    state.on_backbone_started()
+    assert isinstance(failure(state.on_failed("backbone-1", SourceReadError("no disk"))), SourceReadError)
+
+
+def test_all_start_again_without_a_coordinator_once_they_ran() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, may_be_lost=True)
+    assert isinstance(failure(state.on_coordinator_lost("killed")), WorkerLostError), "the first start failed"
+    for lose in (
+        lambda state: state.on_coordinator_lost("killed"),
+        lambda state: state.on_failed("backbone-0", CoordinatorLostError("killed")),
+    ):
+        state = RunState(ACTORS, MAX_RESTARTS, 0.1, may_be_lost=True)
+        state.on_backbone_started()
+        assert lose(state) == [RestartAll("killed")]
+        assert state.on_failed("encoder-0", CoordinatorLostError("killed")) == state.on_coordinator_lost("again") == []
+
+
+def test_a_group_that_may_not_be_lost_ends_with_its_coordinator() -> None:
+    state = state_of_a_running_backbone()
+    assert "--resume" in str(failure(state.on_coordinator_lost("killed")))

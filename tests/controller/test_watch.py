@@ -12,7 +12,7 @@ import pytest
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller import watch
 from flowtrain.controller.state import Role, RunState
-from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.controller.watch import BackboneLost, CoordinatorLost, StopRequested, Watcher
 from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
 from flowtrain.types.events import CheckpointWritten, Event, Rejected
 from tests.controller.fake_ray import FakeRay, FakeWorkerGroup, Ref, died, not_constructed, task_error
@@ -38,9 +38,17 @@ class World:
         self.taken: list[Event] = []
         self.notes: list[str] = []
         self.take: Callable[[Event], None] = self.taken.append
+        self.state = RunState(
+            roles,
+            max_restarts=1,
+            max_rejected_fraction=0.1,
+            leaders=leaders,
+            max_backbone_restarts=1,
+            may_be_lost=True,
+        )
         self.watcher = Watcher(
             self.workers,  # type: ignore[arg-type]  # what it uses of one
-            RunState(roles, max_restarts=1, max_rejected_fraction=0.1, leaders=leaders),
+            self.state,
             LimitsConfig(stop_timeout_s=0.01),
             lambda event: self.take(event),
             self.notes.append,
@@ -141,6 +149,74 @@ def test_a_dead_rank_is_named_though_its_peer_failed_first(world: World) -> None
         patch.setattr(watch.ray, "wait", settle)
         with pytest.raises(WorkerLostError, match="backbone-0 died"):
             world.until_end(world.finish("backbone-1", value=closed))
+
+
+CLOSED = RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+
+
+def test_a_lost_rank_of_a_backbone_that_ran_ends_the_wait_and_the_others_say_nothing(world: World) -> None:
+    world.state.on_backbone_started()
+    fails = world.finish("backbone-0", value=task_error(CLOSED))
+    with pytest.raises(BackboneLost) as caught:
+        world.until_end(lambda: [fails(), world.workers.finish("backbone-1", died("Worker exits."))])
+    assert (caught.value.name, caught.value.reason) == ("backbone-1", "Worker exits")
+    assert world.workers.log == [] and world.taken == []
+
+
+def test_a_collective_that_failed_is_a_lost_rank_though_none_has_ended(world: World) -> None:
+    world.state.on_backbone_started()
+    with pytest.raises(BackboneLost, match="Connection closed by peer"):
+        world.until_end(world.finish("backbone-0", value=task_error(CLOSED)))
+
+
+def test_an_error_of_a_rank_ends_the_run_though_its_peers_lost_it(world: World) -> None:
+    world.state.on_backbone_started()
+    fails = world.finish("backbone-0", value=task_error(CLOSED))
+    with pytest.raises(DataError, match="no rows"):
+        world.until_end(lambda: [fails(), world.workers.finish("backbone-1", task_error(DataError("no rows")))])
+
+
+def test_the_watch_goes_on_after_a_restart_until_the_limit(world: World) -> None:
+    world.state.on_backbone_started()
+    with pytest.raises(BackboneLost):
+        world.until_end(world.finish("backbone-0", value=died()))
+    world.workers.runs = {ref: name for ref, name in world.workers.runs.items() if "backbone" not in name}
+    world.workers.runs |= {Ref(name): name for name in ("backbone-0", "backbone-1")}
+    world.state.on_backbone_started()
+    with pytest.raises(WorkerLostError, match=r"limits\.max_backbone_restarts is 1"):
+        world.until_end(world.finish("backbone-0", value=died()))
+
+
+@pytest.mark.parametrize("was_answered", [False, True])
+def test_events_until_now_are_taken_while_no_rank_runs(world: World, was_answered: bool) -> None:
+    """The open question may have been answered before the backbone ended."""
+    first, second = (CheckpointWritten(step, "x") for step in (1, 2))
+    if was_answered:
+        world.workers.report(first)
+        world.workers.pending.append(second)
+    else:
+        world.workers.pending += [first, second]
+    world.watcher.take_pending_events()
+    assert world.taken == [first, second]
+    assert world.until_end(*world.all_return()) is False and world.taken == [first, second]
+
+
+def test_the_loss_of_the_coordinator_ends_the_group_once_the_backbone_ran(world: World) -> None:
+    world.state.on_backbone_started()
+    with pytest.raises(CoordinatorLost, match="Worker exits"):
+        world.until_end(lambda: world.workers.lose_coordinator(died("Worker exits.")))
+
+
+def test_a_coordinator_that_does_not_answer_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.state.on_backbone_started()
+    now_s = time.monotonic()
+    world.workers.report(WRITTEN)
+
+    def minutes_pass() -> None:
+        monkeypatch.setattr(watch.time, "monotonic", lambda: now_s + 1000.0)
+
+    with pytest.raises(CoordinatorLost, match=r"limits\.coordinator_timeout_s \(60 s\)"):
+        world.until_end(lambda: None, minutes_pass)
 
 
 def test_the_loss_of_the_coordinator_fails_the_run(world: World) -> None:

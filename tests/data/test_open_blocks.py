@@ -294,3 +294,13 @@ def test_rows_with_the_same_images_share_them(monkeypatch: pytest.MonkeyPatch) -
             assert isinstance(row, HeldRow) and reader.shelf.held[row.extents[0].gva]
             reader.shelf.free(row.extents)
         assert len(reader.shelf.held) == 1, "the last user is left"
+
+
+def test_what_was_not_handed_out_is_freed_when_the_order_is_given_up() -> None:
+    tables = [np.array([0, 4, 10])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    with closing([Reader(sampler, tables, 0, 1, 10)]) as (reader,):
+        reader.step(1)
+        assert reader.shelf.held
+        reader.blocks.drop()
+        assert not reader.shelf.held

@@ -132,6 +132,10 @@ class Driver:
         self.memory |= shared_memory_of({process.pid for process in self.session()})
         self._process.kill()
 
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
         """Wait for the driver's end; returns its exit code."""
         try:

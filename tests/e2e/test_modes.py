@@ -144,9 +144,11 @@ def test_without_images_a_run_has_the_same_tokens(whole: Run) -> None:
 class DyingRank(BackboneRank):
     """The last rank dies in the step after the checkpoint."""
 
+    signal = signal.SIGKILL
+
     def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
         if self._rank == self._degrees.world_size - 1 and plan.unit.step > CHECKPOINT_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signal)
         super()._ran(plan, fetched)
 
 
@@ -157,7 +159,7 @@ def broken(directory: Path, ray_cluster: None) -> Callable[[str, str], RunDir]:
 
     def run(mode: str, name: str) -> RunDir:
         if mode not in done:
-            config = config_of(directory, mode, f"broken-{mode}")
+            config = config_of(directory, mode, f"broken-{mode}", "limits.max_backbone_restarts=0")
             with pytest.raises(WorkerLostError, match=r"^backbone-dp\d-pp\d-tp0 died .* --resume"):
                 run_training(config, classes=ActorClasses(backbone=DyingRank))
             done[mode] = run_dir(config)
@@ -179,6 +181,50 @@ def test_a_run_that_lost_a_rank_goes_on_to_the_bit(
     assert answers(files) == answers(run_dir(whole(mode))) != {}
     assert "losses agree only closely" not in caplog.text
     check_ledger(config, [] if mode == "llm_only" else [CORRUPT_ROW])
+
+
+class DyingOnceRank(DyingRank):
+    """So does this one, once."""
+
+    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
+        mark = Path(self._config.runs_dir) / f"{self._config.name}.died"
+        if mark.exists():
+            BackboneRank._ran(self, plan, fetched)
+            return
+        if self._rank == self._degrees.world_size - 1 and plan.unit.step > CHECKPOINT_STEP:
+            mark.touch()
+        super()._ran(plan, fetched)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_run_that_lost_a_rank_starts_the_backbone_again_to_the_bit(directory: Path, whole: Run, mode: str) -> None:
+    config = config_of(directory, mode, f"gang-{mode}")
+    assert run_training(config, classes=ActorClasses(backbone=DyingOnceRank)).step == NUM_STEPS
+    files = run_dir(config)
+    assert exact_metrics(files) == exact_metrics(run_dir(whole(mode)))
+    assert answers(files) == answers(run_dir(whole(mode))) != {}
+    check_ledger(config, [] if mode == "llm_only" else [CORRUPT_ROW])
+    told = [line for line in json_lines(files.events) if line["event"] == "restart"]
+    assert [line["role"] for line in told] == ["backbone"] and told[0]["down_s"] > 0
+
+
+class HangingOnceRank(DyingOnceRank):
+    """The last rank is stopped instead; it answers nobody."""
+
+    signal = signal.SIGSTOP
+
+
+def test_a_rank_that_hangs_is_named_and_costs_no_step(
+    directory: Path, whole: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(directory, "colocated", "hanging-rank", "limits.collective_timeout_s=20")
+    assert run_training(config, classes=ActorClasses(backbone=HangingOnceRank)).step == NUM_STEPS
+    files = run_dir(config)
+    assert exact_metrics(files) == exact_metrics(run_dir(whole("colocated")))
+    said = capfd.readouterr().err
+    assert "backbone-dp1-pp0-tp0 hangs (it has not answered for" in said
+    (stacks,) = files.stacks.glob("*/*.txt")
+    assert stacks.name == "backbone-dp0-pp0-tp0.txt" and "Thread" in stacks.read_text()
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ class DyingRank(BackboneRank):
 
 
 def test_a_run_that_lost_a_rank_goes_on_under_another_shape(directory: Path, alone: RunConfig) -> None:
-    every = [f"checkpoint.every_steps={CHECKPOINT_STEP}"]
+    every = [f"checkpoint.every_steps={CHECKPOINT_STEP}", "limits.max_backbone_restarts=0"]
     config = override_config(config_of(directory, "resumed", (1, 2, 1), num_steps=NUM_STEPS_RESUMED), every)
     with pytest.raises(WorkerLostError, match=r"^backbone-dp0-pp1-tp0 died .* --resume"):
         run_training(config, classes=ActorClasses(backbone=DyingRank))

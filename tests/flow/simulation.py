@@ -138,8 +138,12 @@ def build_flow(
     mode: Mode = "decoupled",
     in_turn: bool = False,
     clock: Callable[[], float] = lambda: 0.0,
+    earlier: Flow | None = None,
 ) -> Flow:
-    """Return a flow over ``num_steps`` steps of ``BATCH`` samples. sampler_state: after ``start_step``, by arrival."""
+    """Return a flow over ``num_steps`` steps of ``BATCH`` samples. sampler_state: after ``start_step``, by arrival.
+
+    earlier: the flow whose processes it takes over.
+    """
     state = sampler_state or SamplerState(start_step * BATCH)
     parts = Parts(
         SPACE,
@@ -155,8 +159,8 @@ def build_flow(
     if mode not in ENCODER_MODES:
         make_batches = no_batches  # type: ignore[assignment]
     window = ArrivalWindow(lookahead, num_steps, [each.every for each in evaluations])
-    return assemble_flow(
-        members=Members(SPACE.num_processes, SPACE.num_processes),
+    flow = assemble_flow(
+        members=earlier.members if earlier is not None else Members(SPACE.num_processes, SPACE.num_processes),
         parts=parts,
         order=ByArrival(window, parts, make_batches, state) if arrival else InOrder(),
         planner=planner_of(dp_size, mode),
@@ -171,6 +175,9 @@ def build_flow(
         whole_units=mode == "disaggregated" or in_turn,
         in_turn=in_turn,
     )
+    if earlier is not None:
+        flow.take_over(earlier)
+    return flow
 
 
 def located(flow: Flow, unit: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
@@ -352,7 +359,11 @@ class SimulatedEncoder(Owner):
         self.arena.unhold(hold)
         # A batch is decoded whole, so it has all its bad images again, also known ones.
         return EncoderReport(
-            ready, tuple(rejection_of(position) for position in sorted(bad)), self.stats, blocked_s=0.5
+            ready,
+            tuple(rejection_of(position) for position in sorted(bad)),
+            self.stats,
+            blocked_s=0.5,
+            lease_id=lease.lease_id,
         )
 
 

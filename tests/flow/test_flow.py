@@ -107,6 +107,16 @@ class FlowMachine(RuleBasedStateMachine):
         self.start_run(start_step, SamplerState(start_step * BATCH))
 
     def start_run(self, start_step: int, sampler_state: SamplerState) -> None:
+        self.start_flow(start_step, sampler_state)
+        self.owners: dict[int, Owner] = {}
+        self.dead: dict[int, Owner] = {}
+        self.feeders: list[SimulatedFeeder | None] = [self.join_feeder(n) for n in range(self.num_feeders)]
+        self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
+        self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
+        self.start_backbone()
+        self.stopped_after: int | None = None
+
+    def start_flow(self, start_step: int, sampler_state: SamplerState, earlier: Flow | None = None) -> None:
         self.flow = build_flow(
             num_steps=NUM_STEPS,
             evaluations=self.evaluations,
@@ -119,18 +129,15 @@ class FlowMachine(RuleBasedStateMachine):
             mode=self.mode,
             in_turn=self.in_turn,
             clock=lambda: self.now,
+            earlier=earlier,
         )
-        self.owners: dict[int, Owner] = {}
-        self.dead: dict[int, Owner] = {}
-        self.feeders: list[SimulatedFeeder | None] = [self.join_feeder(n) for n in range(self.num_feeders)]
-        self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
-        self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
+
+    def start_backbone(self) -> None:
         first = self.units[len(self.events)].index if len(self.events) < len(self.units) else 1 << 62
         self.replicas = [
             SimulatedReplica(self.flow, dp_rank, self.arrival, first, self.ahead, self.limit)
             for dp_rank in range(DP_SIZE)
         ]
-        self.stopped_after: int | None = None
 
     def join_feeder(self, number: int) -> SimulatedFeeder:
         joined = self.flow.join(f"feeder-{number}", "node", number)
@@ -173,6 +180,10 @@ class FlowMachine(RuleBasedStateMachine):
         feeder.free(order.released)
         if order.stop:
             assert self.nothing_is_left_to_run()
+        elif order.starts_at is not None:
+            upcoming = self.flow.feeding.next_unit(feeder.index)
+            if upcoming is not None and upcoming.kind is UnitKind.TRAIN:
+                assert order.starts_at.next_position == upcoming.first_position
         elif order.unit is not None or order.remake:
             if order.unit is not None:
                 current = min(replica.unit for replica in self.replicas)
@@ -312,8 +323,19 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 2), num_feeders=st.integers(1, MAX_FEEDERS))
     def everything_dies(self, back: int, num_feeders: int) -> None:
         """The run is resumed after one of its last steps, from that step's checkpoint."""
-        self.take_events()
         self.num_feeders = num_feeders
+        self.start_run(*self.go_back(back))
+
+    @rule(back=st.integers(0, 2))
+    def the_backbone_dies(self, back: int) -> None:
+        """Its ranks start again after one of the last steps. Producers stay, whatever they have on their hands."""
+        start_step, sampler_state = self.go_back(back)
+        self.start_flow(start_step, sampler_state, self.flow)
+        self.start_backbone()
+
+    def go_back(self, back: int) -> tuple[int, SamplerState]:
+        """Forget what came after a checkpoint of one of the last steps; returns the step and the sampler's state."""
+        self.take_events()
         whole = [end for end, unit in enumerate(self.units, 1) if ends_step(self.evaluations, unit)]
         ends = [0, *(end for end in whole if end <= len(self.events))]
         self.events = self.events[: ends[max(-1 - back, -len(ends))]]
@@ -321,9 +343,8 @@ class FlowMachine(RuleBasedStateMachine):
         kept = {row.position for event in self.events for row in event.ledger}
         self.rejected = [position for position in self.rejected if position in kept]
         if steps:
-            self.start_run(steps[-1].unit.step, steps[-1].sampler_state)
-        else:
-            self.start_run(self.first_step, SamplerState(self.first_step * BATCH))
+            return steps[-1].unit.step, steps[-1].sampler_state
+        return self.first_step, SamplerState(self.first_step * BATCH)
 
     # --- what comes out -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,209 @@
+"""One worker group from its start to its end: it is watched, and its backbone is started again when a rank is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ray.actor import ActorHandle
+
+from flowtrain.actors.coordinator import start_flow
+from flowtrain.controller import worker_group
+from flowtrain.controller.following import run_started
+from flowtrain.controller.hang_watch import Hang, HangWatch
+from flowtrain.controller.history import History
+from flowtrain.controller.opening import OpenRun
+from flowtrain.controller.prepare import memory_shortage
+from flowtrain.controller.resume import other_reduction
+from flowtrain.controller.run_traces import RunTraces
+from flowtrain.controller.state import Restart, Role, RunState
+from flowtrain.controller.trace_desk import TraceDesk
+from flowtrain.controller.watch import BackboneLost, CoordinatorLost, Watcher
+from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
+from flowtrain.errors import CoordinatorLostError
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.units import first_unit
+from flowtrain.observability.progress import ProgressDisplay
+from flowtrain.observability.stream import EventStream
+from flowtrain.types.events import Event
+from flowtrain.types.plan import GradientReduction, RankStart
+
+
+class GroupRun:
+    """Starts one worker group, watches it, and passes its events on."""
+
+    def __init__(
+        self,
+        run: OpenRun,
+        history: History,
+        traces: RunTraces,
+        stream: EventStream,
+        display: ProgressDisplay,
+        stop: threading.Event,
+    ) -> None:
+        self._run = run
+        self._run_spec = run.run_spec
+        self._config = run.run_spec.config
+        self._history = history
+        self._traces = traces
+        self._stream = stream
+        self._display = display
+        self._stop = stop
+
+    def run(self, classes: ActorClasses, may_be_lost: bool, again: Callable[[], None] | None) -> bool:
+        """Start the actors and watch them until they are done; returns whether the run was stopped early.
+
+        In any case all actors end.
+
+        may_be_lost: once all actors run, raise CoordinatorLost when the coordinator is lost; otherwise that is an error.
+        again: called when all actors run; None: they run for the first time, which the stream is told.
+        """
+        self._display.phase("starting actors, which load their models")
+        coordinator = self._start_coordinator(classes)
+        self._actors = worker_group.start_actors(
+            self._config,
+            self._run.specs,
+            self._run.group,
+            classes,
+            coordinator,
+            self._history.run_id,
+            self._run_spec.num_steps,
+            self._run_spec.indexes,
+        )
+        try:
+            self._state = self._run_state(may_be_lost)
+            self._hangs = self._hang_watch()
+            self._watcher = self._new_watcher()
+            self._start_loops(is_first=again is None)
+            self._state.on_backbone_started()
+            if again is not None:
+                again()
+            return self._watch()
+        except CoordinatorLostError as error:  # it was asked before it was missed
+            if may_be_lost and self._state.may_lose_coordinator:
+                raise CoordinatorLost(str(error)) from error
+            raise
+        finally:
+            self._actors.kill()
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def _start_coordinator(self, classes: ActorClasses) -> ActorHandle:
+        remake_flow = partial(start_flow, self._config, self._run_spec.model_spec)
+        make_flow = partial(remake_flow, self._history.flow_settings())
+        return worker_group.start_coordinator(self._config, classes, make_flow, remake_flow)
+
+    def _run_state(self, may_be_lost: bool) -> RunState:
+        limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
+
+        def shortage(encoders: Sequence[str]) -> str | None:
+            return memory_shortage(self._run_spec, [modules[name] for name in encoders])
+
+        return RunState(
+            self._actors.roles,
+            limits.max_encoder_restarts,
+            self._config.data.max_rejected_fraction,
+            shortage,
+            self._actors.leaders,
+            limits.max_backbone_restarts if self._config.emulation is None else 0,
+            may_be_lost,
+        )
+
+    def _hang_watch(self) -> HangWatch:
+        def found(hang: Hang) -> None:
+            self._watcher.note_hang(hang.name, hang.what)
+
+        return HangWatch(self._actors, self._config.limits.collective_timeout_s, self._run.files.stacks, found)
+
+    def _new_watcher(self) -> Watcher:
+        def restarted(restart: Restart) -> None:
+            role = self._actors.roles[restart.name]
+            self._history.recorder.restarted(restart.name, role, restart.reason)
+
+        limits, note = self._config.limits, self._stream.note
+        return Watcher(self._actors, self._state, limits, self._take, note, self._stop, restarted)
+
+    def _start_loops(self, is_first: bool) -> None:
+        self._actors.run_producers()
+        started = self._start_backbone()
+        if is_first:
+            self._announce(started)
+        self._display.phase(f"waiting for step {self._history.start.step + 1}")
+        self._run_backbone()
+
+    def _announce(self, started: RankStart) -> None:
+        peak, roles = started.peak, self._actors.roles.values()
+        self._history.recorder.peak = peak
+        self._stream.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
+        self._note_reduction(started.reduction)
+        self._stream.note(f"sharding: {started.sharding.name} ({started.sharding.reason})")
+        self._history.costs.start(peak.device)
+        self._stream.emit(run_started(self._run_spec, self._run.files, self._history.start, peak.device, roles))
+
+    def _note_reduction(self, reduction: GradientReduction) -> None:
+        self._stream.note(f"gradient_reduction: {reduction.name} ({reduction.reason})")
+        self._history.committer.gradient_reduction = reduction.name
+        is_auto = self._config.backbone.gradient_reduction == "auto"
+        if is_auto and (line := other_reduction(self._history.start, reduction)) is not None:
+            self._stream.warn(line)
+
+    def _start_backbone(self) -> RankStart:
+        deadline_s = time.monotonic() + self._config.limits.start_limit_s
+        results = partial(self._watcher.results, deadline_s=deadline_s, what="starting the backbone")
+        checkpoint = self._history.start.checkpoint
+        settings, evaluations = self._config.backbone, self._run_spec.evaluations
+        path = str(checkpoint) if checkpoint is not None else None
+        return worker_group.start_backbone(self._actors, settings, path, evaluations, results)
+
+    def _run_backbone(self) -> None:
+        unit, step = first_unit(self._history.flow_settings()), self._history.start.step
+        for name in self._actors.of_role(Role.BACKBONE):
+            self._actors.run(name, unit, step, str(self._run.files.checkpoints))
+        self._hangs.begin()
+
+    # --- watching -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> bool:
+        desk = TraceDesk(self._run.files, self._traces, self._actors, self._stream.note)
+        lost: BackboneLost | None = None
+        try:
+            while True:
+                try:
+                    if lost is not None:
+                        self._recover(lost)
+                    self._watcher.on_turn = partial(self._on_turn, desk)
+                    return self._watcher.until_end()
+                except BackboneLost as error:
+                    lost = error
+        finally:
+            desk.close()
+
+    def _on_turn(self, desk: TraceDesk) -> None:
+        desk.poll()
+        if self._config.emulation is None:  # an emulated device waits as long as it is told
+            self._hangs.poll()
+
+    def _recover(self, lost: BackboneLost) -> None:
+        """Start the backbone again from the last checkpoint, and have the steps after it done again."""
+        noticed_s = time.monotonic()
+        self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again from its last checkpoint")
+        self._watcher.on_turn = lambda: None  # there is nobody to ask
+        self._actors.end_backbone(self._config.limits.stop_timeout_s)
+        self._watcher.take_pending_events()
+        num_again = self._history.go_back()
+        ranks = tuple(self._actors.of_role(Role.BACKBONE))
+        self._actors.link.ask(CoordinatorApi.rewind, self._history.flow_settings(), ranks)
+        self._actors.spawn_backbone()
+        self._state.on_backbone_started()
+        self._start_backbone()
+        self._run_backbone()
+        down_s = time.monotonic() - noticed_s
+        self._stream.note(f"the backbone runs again after {down_s:.1f} s, from step {self._history.start.step + 1} on")
+        self._history.recorder.went_back(lost.name, Role.BACKBONE, lost.reason, down_s, num_again)
+
+    def _take(self, event: Event) -> None:
+        self._history.take(event)
+        self._hangs.take(event)
+        self._traces.take(event)

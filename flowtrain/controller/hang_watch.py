@@ -1,0 +1,126 @@
+"""Finds backbone ranks that hang, names the one that the others wait for, and keeps the stacks of all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from flowtrain.controller.state import Role
+from flowtrain.controller.worker_group import WorkerGroup
+from flowtrain.types.events import Event, UnitDone
+from flowtrain.types.whereabouts import Whereabouts
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 10.0
+"""How long a rank may take to say what it does, or to write its stacks."""
+ROUNDS = 4
+"""Ranks are asked so many times within the limit."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that hangs. what: what it does, for the message."""
+
+    name: str
+    what: str
+
+
+def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float], limit_s: float) -> Hang | None:
+    """Return the rank that the others wait for, or None while there is hope.
+
+    answers: of the ranks that say what they do. silent_s: for how long each of the others has said nothing.
+
+    A rank that is silent for too long hangs. Otherwise all ranks must be in one action for too long, none of them
+    waiting for data: a rank that is only slow moves on, and then so do the others. Then the one behind all others hangs.
+    """
+    silent = max(silent_s, key=silent_s.__getitem__, default=None)
+    if silent is not None:
+        if silent_s[silent] < limit_s:
+            return None
+        return Hang(silent, f"it has not answered for {silent_s[silent]:.0f} s")
+    if not answers or any(each.waits_for_data or each.for_s < limit_s for each in answers.values()):
+        return None
+    name = min(answers, key=lambda each: (answers[each].unit, answers[each].place))
+    where = answers[name]
+    return Hang(name, f"it has been in {where.what} of step {where.step} for {where.for_s:.0f} s")
+
+
+class HangWatch:
+    """Asks the ranks what they do while no unit ends. Call ``poll`` often; it never waits for a rank that works.
+
+    limit_s: ``limits.collective_timeout_s``. directory: gets the stacks. found: receives a hang.
+    """
+
+    def __init__(
+        self,
+        actors: WorkerGroup,
+        limit_s: float,
+        directory: Path,
+        found: Callable[[Hang], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._actors = actors
+        self._limit_s = limit_s
+        self._directory = directory
+        self._found = found
+        self._clock = clock
+        self._calls: dict[ray.ObjectRef[Any], str] = {}
+        self._step = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that the backbone has begun, or begun again."""
+        self._calls = {}
+        self._progress_s = self._asked_s = self._clock()
+        self._heard_s: dict[str, float] = {}
+
+    def take(self, event: Event) -> None:
+        """Note that a unit ended."""
+        if isinstance(event, UnitDone):
+            self._step = event.unit.step
+            self.begin()
+
+    def poll(self) -> None:
+        """Ask when it is time to, and judge the answers when they are there."""
+        now_s = self._clock()
+        if self._calls:
+            done, waiting = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+            if not waiting or now_s - self._asked_s > min(ANSWER_S, self._limit_s / ROUNDS):
+                self._judge(done, now_s)
+        elif now_s - max(self._progress_s, self._asked_s) > self._limit_s / ROUNDS:
+            self._asked_s = now_s
+            ranks = self._actors.of_role(Role.BACKBONE)
+            self._calls = {handle.whereabouts.remote(): name for name, handle in ranks.items()}
+
+    def _judge(self, done: list[ray.ObjectRef[Any]], now_s: float) -> None:
+        calls, self._calls = self._calls, {}
+        answers: dict[str, Whereabouts] = {}
+        for ref in done:
+            try:
+                answers[calls[ref]] = ray.get(ref, timeout=0)
+            except ray.exceptions.RayError:
+                return  # it has ended, which the watcher sees too
+        self._heard_s.update(dict.fromkeys(answers, now_s))
+        silent = set(calls.values()) - answers.keys()
+        silent_s = {name: now_s - self._heard_s.get(name, self._progress_s) for name in silent}
+        hang = find_hang(answers, silent_s, self._limit_s)
+        if hang is not None:
+            where = self._keep_stacks(answers)
+            self._found(Hang(hang.name, f"{hang.what}, more than limits.collective_timeout_s allows; {where}"))
+
+    def _keep_stacks(self, answers: Mapping[str, Whereabouts]) -> str:
+        """Let the ranks that answer write their stacks; returns a line about them."""
+        directory = self._directory / f"step-{self._step + 1:08d}"
+        ranks = self._actors.of_role(Role.BACKBONE)
+        calls = [ranks[name].dump_stacks.remote(str(directory)) for name in answers]
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
+        doing = "; ".join(f"{name}: {each.what}" for name, each in sorted(answers.items()))
+        logger.warning("what the ranks do: %s", doing or "no rank answers")
+        return f"stacks of {len(done)} of {len(ranks)} ranks are in {directory}"

@@ -1,0 +1,24 @@
+"""What a backbone rank does now."""
+
+from __future__ import annotations
+
+from flowtrain.types.wire import message
+
+
+@message
+class Whereabouts:
+    """What a rank's training thread does at this moment."""
+
+    unit: int
+    """Index of the unit; -1: none yet."""
+    step: int
+    place: int
+    """How many things it has begun in the unit. Of ranks that wait for each other, the one behind is waited for."""
+    what: str
+    """An action of its list, or another part of a unit."""
+    for_s: float
+    """Seconds since that began."""
+    waits_for_data: bool
+    """It waits for producers, whose limit is another one."""
+    pid: int
+    """Of its process."""

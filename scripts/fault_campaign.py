@@ -1,0 +1,291 @@
+"""Kill and stop the processes of small runs at random, and audit from outside that nothing was lost.
+
+python scripts/fault_campaign.py DIRECTORY [--faults N] [--seed N] [--roles ROLE ...] [--json]
+
+Each run trains the same tiny model on the same data, with bad samples, evaluations and checkpoints, while some of its
+processes are killed (SIGKILL) or stopped (SIGSTOP) at random moments: encoders, feeders, backbone ranks, the
+coordinator, the raylet, the driver. A run that ends is resumed by one command until it is done. Then its losses must
+equal those of the undisturbed run to the bit, the ledger must have every position once, and no process, shared memory
+or temporary file may be left. Faults are drawn from the seed and the number of the run alone, so a campaign that was
+stopped goes on where it was: DIRECTORY/faults.jsonl has what was done.
+
+Prints how long it took, by role and kind of fault, until the run noticed and until it trained again. Exits with 1 if an
+audit fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.e2e.disturbed import (
+    NUM_STEPS,
+    check_same_end,
+    config_of,
+    eval_world,
+    json_lines,
+    run_undisturbed,
+    spoiled_world,
+)
+from tests.e2e.processes import Driver, Process, driver
+
+from flowtrain.config.run import RunConfig
+from flowtrain.observability.run_dir import RunDir, run_dir
+
+TITLES = {
+    "encoder": ("ray::Encoder",),
+    "feeder": ("ray::Feeder",),
+    "backbone": ("ray::BackboneRank",),
+    "coordinator": ("ray::Coordinator",),
+    "raylet": ("raylet/raylet",),
+    "driver": (),
+}
+"""What the command lines of a role's processes contain. The driver is known by its number."""
+KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+MAX_FAULTS = 3
+"""Of one run."""
+MAX_STARTS = 8
+LIMITS = (
+    "limits.collective_timeout_s=15",
+    "limits.lease_timeout_s=10",
+    "limits.stall_timeout_s=60",
+    "limits.stop_timeout_s=20",
+)
+"""So that a stopped process is noticed soon."""
+NOTICE_S, RUN_S = 240.0, 420.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault. after_steps: it comes when the run has done so many. delay_s: after that."""
+
+    role: str
+    kind: str
+    after_steps: int
+    delay_s: float
+
+
+@dataclass
+class Suffered:
+    """A fault that a run has suffered. noticed_s, recovered_s: since it; None: it never mattered.
+
+    how: what the run did. steps_again: steps that were done twice.
+    """
+
+    run: int
+    role: str
+    kind: str
+    step: int
+    how: str
+    noticed_s: float | None = None
+    recovered_s: float | None = None
+    steps_again: int = 0
+
+
+class AuditFailed(Exception):
+    """A run has lost or repeated something, or left something behind."""
+
+
+def planned_faults(seed: int, run: int, roles: list[str]) -> list[Planned]:
+    """The faults of a run, in the order of their steps."""
+    rng = random.Random(f"{seed}/{run}")
+    kinds = list(KINDS)
+    faults = [
+        Planned(rng.choice(roles), rng.choice(kinds), rng.randrange(NUM_STEPS - 2), rng.uniform(0.0, 1.0))
+        for _ in range(rng.randint(1, MAX_FAULTS))
+    ]
+    return sorted(faults, key=lambda fault: fault.after_steps)
+
+
+def command_line(process: Process) -> str:
+    """Of a process, or nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def victims(of: Driver, role: str) -> list[int]:
+    """Processes of a role, by number."""
+    if role == "driver":
+        return [of.pid]
+    named = ((process.pid, command_line(process)) for process in of.session())
+    return sorted(pid for pid, line in named if any(title in line for title in TITLES[role]))
+
+
+class CampaignRun:
+    """One run of the campaign, through all its faults and starts."""
+
+    def __init__(self, number: int, config: RunConfig, directory: Path, faults: list[Planned]) -> None:
+        self._number, self._config, self._directory = number, config, directory
+        self._faults = faults
+        self._files: RunDir = run_dir(config)
+        self.suffered: list[Suffered] = []
+        self._rng = random.Random(f"victims/{number}")
+
+    def complete(self) -> None:
+        """Start and resume the run until it is done. Raises AuditFailed if that takes too many starts."""
+        for start in range(MAX_STARTS):
+            arguments = ["--resume"] if start else []
+            with driver(self._config, self._directory / f"run-{self._number}-{start}.log", *arguments) as running:
+                code = self._disturb(running)
+                running.check_nothing_is_left()
+            if code == 0:
+                return
+            self._note_end(time.monotonic())
+        raise AuditFailed(f"run {self._number} was not done after {MAX_STARTS} starts")
+
+    def _disturb(self, running: Driver) -> int:
+        """Do what is planned while the run goes on; returns its exit code."""
+        begun_s = time.monotonic()
+        seen = len(self._restarts())
+        while (code := running.poll()) is None:
+            if time.monotonic() - begun_s > RUN_S:
+                raise AuditFailed(running.report(f"run {self._number} did not end within {RUN_S:g} s"))
+            self._look_for_recovery(running, seen)
+            if self._faults and self._may_hit and running.num_steps >= self._faults[0].after_steps:
+                self._hit(running, self._faults.pop(0))
+                seen = len(self._restarts())
+            time.sleep(0.02)
+        return code
+
+    @property
+    def _may_hit(self) -> bool:
+        """One fault after the other, or at once, while the last is being mended."""
+        return not self._open or self._rng.random() < 0.002
+
+    @property
+    def _open(self) -> list[Suffered]:
+        return [each for each in self.suffered if each.recovered_s is None and each.how == "?"]
+
+    def _hit(self, running: Driver, fault: Planned) -> None:
+        time.sleep(fault.delay_s)
+        found = victims(running, fault.role)
+        if not found:
+            return  # it is on its way down or up
+        try:
+            os.kill(self._rng.choice(found), KINDS[fault.kind])
+        except ProcessLookupError:
+            return
+        self.suffered.append(Suffered(self._number, fault.role, fault.kind, running.num_steps, "?"))
+        self._hit_s = time.monotonic()
+
+    def _look_for_recovery(self, running: Driver, seen: int) -> None:
+        """Close a fault when the run says that it has started something again, or when it was none."""
+        if not self._open:
+            return
+        last, since_s = self._open[-1], time.monotonic() - self._hit_s
+        restarts = self._restarts()[seen:]
+        if restarts:
+            told = restarts[-1]
+            down_s = told.get("down_s")
+            last.how = "started again"
+            last.noticed_s = since_s - down_s if down_s is not None else since_s
+            last.recovered_s, last.steps_again = since_s, told.get("steps_again", 0)
+        elif since_s > NOTICE_S or running.num_steps >= NUM_STEPS:
+            last.how = "went on without it"
+
+    def _restarts(self) -> list[dict[str, Any]]:
+        if not self._files.events.exists():
+            return []
+        return [line for line in json_lines(self._files.events) if line["event"] == "restart"]
+
+    def _note_end(self, now_s: float) -> None:
+        """The run has ended, and is resumed."""
+        for each in self._open:
+            each.how, each.noticed_s = "ended, resumed", now_s - self._hit_s
+
+
+def audit(run: CampaignRun, config: RunConfig, undisturbed: RunDir) -> None:
+    """Compare a finished run with the undisturbed one. Raises AuditFailed with the difference."""
+    try:
+        check_same_end(run_dir(config), undisturbed)
+    except AssertionError as error:
+        raise AuditFailed(f"{run_dir(config).root} differs from the undisturbed run: {error}") from error
+
+
+def campaign(args: argparse.Namespace, console: Console) -> list[Suffered]:
+    """Run until so many faults were suffered; returns all of them."""
+    directory: Path = args.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    record = directory / "faults.jsonl"
+    done: list[Suffered] = [Suffered(**line) for line in json_lines(record)] if record.exists() else []
+    spoiled_world().write(directory / "train.parquet")
+    eval_world().write(directory / "eval.parquet")
+    reference = config_of(directory, "undisturbed", *LIMITS)
+    if not run_dir(reference).export.exists() and not run_dir(reference).metrics.exists():
+        run_undisturbed(reference, directory / "undisturbed.log")
+    number = max((each.run for each in done), default=-1) + 1
+    while len(done) < args.faults:
+        config = config_of(directory, f"run-{number}", *LIMITS)
+        run = CampaignRun(number, config, directory, planned_faults(args.seed, number, args.roles))
+        run.complete()
+        audit(run, config, run_dir(reference))
+        with record.open("a") as file:
+            file.writelines(json.dumps(asdict(each)) + "\n" for each in run.suffered)
+        done += run.suffered
+        said = ", ".join(f"{each.role} {each.kind}: {each.how}" for each in run.suffered) or "no fault"
+        console.print(f"run {number}: {said}; audited, {len(done)} of {args.faults} faults", highlight=False)
+        number += 1
+    return done
+
+
+def rows_of(suffered: list[Suffered]) -> Iterator[tuple[str, ...]]:
+    """A row for each role and kind of fault."""
+    groups: defaultdict[tuple[str, str], list[Suffered]] = defaultdict(list)
+    for each in suffered:
+        groups[each.role, each.kind].append(each)
+    for (role, kind), each in sorted(groups.items()):
+        ways: defaultdict[str, int] = defaultdict(int)
+        for fault in each:
+            ways[fault.how] += 1
+        outcome = ", ".join(f"{count} {how}" for how, count in sorted(ways.items()))
+        again = sum(fault.steps_again for fault in each)
+        yield role, kind, str(len(each)), outcome, _middle(each, "noticed_s"), _middle(each, "recovered_s"), str(again)
+
+
+def _middle(faults: list[Suffered], key: str) -> str:
+    values = [value for fault in faults if (value := getattr(fault, key)) is not None]
+    return f"{median(values):.1f} ({max(values):.1f})" if values else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="of the runs and the record")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--roles", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--json", action="store_true", help="print the faults as JSON")
+    args = parser.parse_args()
+    console = Console(stderr=args.json)
+    try:
+        suffered = campaign(args, console)
+    except AuditFailed as error:
+        sys.exit(f"the audit failed: {error}")
+    if args.json:
+        print(json.dumps([asdict(each) for each in suffered]))
+        return
+    table = Table("role", "fault", "number", "what the run did", "noticed s (most)", "trained again s (most)", "steps again")
+    for row in rows_of(suffered):
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

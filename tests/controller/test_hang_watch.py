@@ -1,0 +1,121 @@
+"""Which rank hangs, and that a slow backbone, a starved one and one that died are left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.controller.hang_watch import ANSWER_S, Hang, HangWatch, find_hang
+from flowtrain.controller.state import Role
+from flowtrain.types.whereabouts import Whereabouts
+from tests.controller.fake_ray import FakeRay, Ref, died
+
+LIMIT_S = 100.0
+
+
+def at(unit: int, place: int, for_s: float, waits_for_data: bool = False) -> Whereabouts:
+    return Whereabouts(unit, unit + 1, place, f"action {place}", for_s, waits_for_data, 1)
+
+
+def test_the_rank_behind_all_others_hangs_when_all_stand_still() -> None:
+    answers = {"first": at(3, 9, 120.0), "second": at(3, 7, 121.0), "third": at(3, 9, 119.0)}
+    assert find_hang(answers, {}, LIMIT_S) == Hang("second", "it has been in action 7 of step 4 for 121 s")
+    assert find_hang({**answers, "slow": at(2, 40, 130.0)}, {}, LIMIT_S).name == "slow"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("moving", [at(3, 2, 99.0), at(3, 2, 500.0, waits_for_data=True)])
+def test_while_one_rank_moves_or_waits_for_data_there_is_hope(moving: Whereabouts) -> None:
+    assert find_hang({"first": at(3, 9, 500.0), "second": moving}, {}, LIMIT_S) is None
+
+
+def test_a_rank_that_says_nothing_for_too_long_hangs_whatever_the_others_do() -> None:
+    answers = {"first": at(3, 9, 5.0), "starved": at(3, 9, 5.0, waits_for_data=True)}
+    assert find_hang(answers, {"second": 99.0}, LIMIT_S) is None
+    assert find_hang(answers, {"second": 101.0, "third": 100.5}, LIMIT_S) == Hang(
+        "second", "it has not answered for 101 s"
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 200), st.booleans()), max_size=6))
+def test_nobody_hangs_within_the_limit(ranks: list[tuple[int, int, float, bool]]) -> None:
+    answers = {str(number): at(*each) for number, each in enumerate(ranks)}
+    hang = find_hang(answers, {}, LIMIT_S)
+    stands_still = all(each.for_s >= LIMIT_S and not each.waits_for_data for each in answers.values())
+    assert (hang is not None) == (bool(answers) and stands_still)
+
+
+class World:
+    """Ranks that answer when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self.ray = FakeRay(monkeypatch)
+        self.now_s = 1000.0
+        self.asked: dict[str, Ref] = {}
+        self.dumped: list[str] = []
+        self.found: list[Hang] = []
+        ranks = {name: self._rank(name) for name in ("rank-0", "rank-1")}
+        actors: Any = SimpleNamespace(of_role=lambda role: ranks if role is Role.BACKBONE else {})
+        self.watch = HangWatch(actors, LIMIT_S, directory, self.found.append, lambda: self.now_s)
+
+    def _rank(self, name: str) -> Any:
+        def ask() -> Ref:
+            self.asked[name] = Ref(name)
+            return self.asked[name]
+
+        def dump(directory: str) -> Ref:
+            self.dumped.append(name)
+            ref = Ref(name)
+            ref.finish()
+            return ref
+
+        return SimpleNamespace(whereabouts=SimpleNamespace(remote=ask), dump_stacks=SimpleNamespace(remote=dump))
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.watch.poll()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    return World(monkeypatch, tmp_path)
+
+
+def test_ranks_are_asked_only_while_no_unit_ends(world: World) -> None:
+    world.wait(20.0)
+    assert not world.asked
+    world.wait(10.0)
+    assert set(world.asked) == {"rank-0", "rank-1"}
+
+
+def test_a_hang_is_told_once_its_stacks_are_kept(world: World) -> None:
+    world.wait(26.0)
+    for name, ref in world.asked.items():
+        ref.finish(at(0, 3 if name == "rank-1" else 5, LIMIT_S))
+    world.wait(1.0)
+    (hang,) = world.found
+    assert hang.name == "rank-1" and "more than limits.collective_timeout_s allows" in hang.what
+    assert "stacks of 2 of 2 ranks" in hang.what and sorted(world.dumped) == ["rank-0", "rank-1"]
+
+
+def test_a_stopped_rank_is_found_by_its_silence(world: World) -> None:
+    for _ in range(20):
+        world.wait(26.0)
+        world.asked["rank-0"].finish(at(0, 5, 1.0))
+        world.wait(ANSWER_S + 1.0)
+        if world.found:
+            break
+    (hang,) = world.found
+    assert hang.name == "rank-1" and "has not answered" in hang.what and world.dumped == ["rank-0"]
+
+
+def test_a_rank_that_died_is_the_watchers_business(world: World) -> None:
+    world.wait(26.0)
+    world.asked["rank-0"].finish(died())
+    world.asked["rank-1"].finish(at(0, 3, LIMIT_S))
+    world.wait(1.0)
+    assert not world.found

@@ -34,6 +34,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from flowtrain.config.run import RunConfig
+from flowtrain.observability.run_dir import RunDir, run_dir
 from tests.e2e.disturbed import (
     NUM_STEPS,
     check_same_end,
@@ -44,9 +46,6 @@ from tests.e2e.disturbed import (
     spoiled_world,
 )
 from tests.e2e.processes import Driver, Process, driver
-
-from flowtrain.config.run import RunConfig
-from flowtrain.observability.run_dir import RunDir, run_dir
 
 TITLES = {
     "encoder": ("ray::Encoder",),
@@ -281,7 +280,9 @@ def main() -> None:
     if args.json:
         print(json.dumps([asdict(each) for each in suffered]))
         return
-    table = Table("role", "fault", "number", "what the run did", "noticed s (most)", "trained again s (most)", "steps again")
+    table = Table(
+        "role", "fault", "number", "what the run did", "noticed s (most)", "trained again s (most)", "steps again"
+    )
     for row in rows_of(suffered):
         table.add_row(*row)
     console.print(table)

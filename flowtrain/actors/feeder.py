@@ -91,9 +91,7 @@ class Feeder:
         finally:
             member.pool.close()
 
-    def _serve(
-        self, link: CoordinatorLink, member: PoolMember, segment: _Segment, feed: Feed
-    ) -> SamplerState | None:
+    def _serve(self, link: CoordinatorLink, member: PoolMember, segment: _Segment, feed: Feed) -> SamplerState | None:
         """Feed until the end, and return None; or until the run goes back, and return the state to start at."""
         report = FeedReport()
         while True:

@@ -95,7 +95,7 @@ class RayLink(CoordinatorLink):
         return str(ray.get_runtime_context().get_node_id())
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait. Raises what the method raised, StallError without an answer, CoordinatorLostError if it died."""
+        """Ask and wait. Raises what the method raised, StallError without an answer, CoordinatorLostError."""
         packed = pickle.dumps((question.__name__, args, kwargs, self._generation), PICKLE_PROTOCOL)
         try:
             asker = self._asker if self._is_open else self._opened()

@@ -82,9 +82,9 @@ class LimitsConfig(ConfigModel):
     coordinator_timeout_s: float = Field(60.0, gt=5)
     """For a sign of life of the coordinator, which answers the driver every few seconds."""
     max_coordinator_restarts: int = Field(5, ge=0)
-    """How often all actors may go back to the last checkpoint because the coordinator was lost; 0: that ends the run."""
+    """How often all actors may go back to a checkpoint because the coordinator was lost; 0: that ends the run."""
     max_backbone_restarts: int = Field(5, ge=0)
-    """How often the backbone may go back to its last checkpoint because a rank was lost; 0: a lost rank ends the run."""
+    """How often the backbone may go back to a checkpoint because a rank was lost; 0: a lost rank ends the run."""
 
     @property
     def start_limit_s(self) -> float:

@@ -21,7 +21,7 @@ from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import BackboneLost, CoordinatorLost, Watcher
-from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import CoordinatorLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import first_unit
@@ -57,7 +57,7 @@ class GroupRun:
 
         In any case all actors end.
 
-        may_be_lost: once all actors run, raise CoordinatorLost when the coordinator is lost; otherwise that is an error.
+        may_be_lost: once all actors run, raise CoordinatorLost when the coordinator is lost; else that is an error.
         again: called when all actors run; None: they run for the first time, which the stream is told.
         """
         self._display.phase("starting actors, which load their models")
@@ -188,7 +188,9 @@ class GroupRun:
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from the last checkpoint, and have the steps after it done again."""
         noticed_s = time.monotonic()
-        self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again from its last checkpoint")
+        self._stream.warn(
+            f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again from its last checkpoint"
+        )
         self._watcher.on_turn = lambda: None  # there is nobody to ask
         self._actors.end_backbone(self._config.limits.stop_timeout_s)
         self._watcher.take_pending_events()

@@ -38,7 +38,7 @@ def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float],
     answers: of the ranks that say what they do. silent_s: for how long each of the others has said nothing.
 
     A rank that is silent for too long hangs. Otherwise all ranks must be in one action for too long, none of them
-    waiting for data: a rank that is only slow moves on, and then so do the others. Then the one behind all others hangs.
+    waiting for data: a rank that is only slow moves on, and then so do the others. Then the one behind all hangs.
     """
     silent = max(silent_s, key=silent_s.__getitem__, default=None)
     if silent is not None:
@@ -120,7 +120,7 @@ class HangWatch:
         directory = self._directory / f"step-{self._step + 1:08d}"
         ranks = self._actors.of_role(Role.BACKBONE)
         calls = [ranks[name].dump_stacks.remote(str(directory)) for name in answers]
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
+        done = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         doing = "; ".join(f"{name}: {each.what}" for name, each in sorted(answers.items()))
         logger.warning("what the ranks do: %s", doing or "no rank answers")
         return f"stacks of {len(done)} of {len(ranks)} ranks are in {directory}"

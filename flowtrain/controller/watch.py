@@ -86,8 +86,8 @@ class Watcher:
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, CoordinatorLost, or the
-        error that ends the run.
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, CoordinatorLost, or
+        the error that ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
         while pending:

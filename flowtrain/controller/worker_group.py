@@ -205,8 +205,8 @@ def wait_until_ended(config: RunConfig, specs: list[ActorSpec], timeout_s: float
     while there := [name for name in names if _is_there(config, name)]:
         if time.monotonic() > deadline_s:
             raise StallError(
-                f"{', '.join(there)} did not end within limits.stop_timeout_s ({timeout_s:g} s) after they were killed; "
-                "start again with --resume"
+                f"{', '.join(there)} did not end within limits.stop_timeout_s ({timeout_s:g} s) after they were "
+                "killed; start again with --resume"
             )
         time.sleep(ENDING_POLL_S)
 

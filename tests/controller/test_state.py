@@ -22,7 +22,14 @@ from flowtrain.controller.state import (
     Role,
     RunState,
 )
-from flowtrain.errors import CoordinatorLostError, DataError, FlowTrainError, ReplicaLostError, SourceReadError, WorkerLostError
+from flowtrain.errors import (
+    CoordinatorLostError,
+    DataError,
+    FlowTrainError,
+    ReplicaLostError,
+    SourceReadError,
+    WorkerLostError,
+)
 
 ACTORS = {
     "encoder-0": Role.ENCODER,

@@ -36,7 +36,9 @@ class FakeActors:
         self.refused: str | None = None
         monkeypatch.setattr(ray, "remote", self._remote)
         monkeypatch.setattr(ray, "kill", lambda handle, no_restart: self.killed.append(handle))
-        monkeypatch.setattr(worker_group_module, "RayLink", lambda coordinator, generation=None: f"link to {coordinator}")
+        monkeypatch.setattr(
+            worker_group_module, "RayLink", lambda coordinator, generation=None: f"link to {coordinator}"
+        )
 
     def _remote(self, actor_class: type) -> Any:
         self.wrapped.append(actor_class.__name__)

@@ -31,6 +31,7 @@ _PASSED_ON = "of an actor's own class, whose signatures are checked; its host pa
 EXEMPT: dict[type | str, str] = {
     CoordinatorLink: "a handle to the coordinator, no message",
     "Coordinator.__init__.make_flow": "called once inside the coordinator's process, so that the driver builds no flow",
+    "Coordinator.__init__.remake_flow": "as make_flow",
     "EmulatedHost.add.actor_class": _PASSED_ON,
     "EmulatedHost.add.args": _PASSED_ON,
     "EmulatedHost.call.args": _PASSED_ON,

@@ -178,7 +178,12 @@ def test_files_in_the_text_exist(page: Path) -> None:
     for name in code(prose(page)):
         if re.fullmatch(r"[\w.]+(/[\w.]+)+\.(py|toml|yaml|jinja|md)|\w+(/\w+)*/", name) and "runs/" not in name:
             places = (ROOT / name, ROOT / "flowtrain" / name)
-            assert any(place.exists() for place in places) or name in ("export/", "generated/", "ledger.parquet/"), name
+            assert any(place.exists() for place in places) or name in (
+                "export/",
+                "generated/",
+                "ledger.parquet/",
+                "stacks/",
+            ), name
 
 
 @every_page

@@ -210,11 +210,10 @@ class RunState:
 
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
         """The coordinator died, and with it all knowledge of where data is."""
-        if self.phase is Phase.FAILED:
-            return []
         if self.may_lose_coordinator:
+            decisions: list[Decision] = [] if self.phase is Phase.FAILED else [RestartAll(reason)]
             self.phase = Phase.FAILED  # this group's end
-            return [RestartAll(reason)]
+            return decisions
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
     def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:

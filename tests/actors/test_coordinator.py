@@ -416,7 +416,7 @@ def test_a_signal_between_two_attempts_is_not_lost(num_waiters: int) -> None:
 def test_a_packed_question_has_the_answer_of_its_method() -> None:
     async def scenario(world: World) -> None:
         async def ask(name: str, *args: Any, **kwargs: Any) -> Any:
-            return pickle.loads(await soon(world.coordinator.answer(pickle.dumps((name, args, kwargs)))))
+            return pickle.loads(await soon(world.coordinator.answer(pickle.dumps((name, args, kwargs, None)))))
 
         assert await ask("next_plan", 7, 0) == PlanReply(None, is_past_end=False)
         for _ in range(2):
@@ -465,7 +465,8 @@ def test_the_run_goes_back_under_everybodys_hands() -> None:
     async def scenario(world: World) -> None:
         coordinator, flow = world.coordinator, world.coordinator._flow
         coordinator._remake_flow = lambda settings, earlier: build_flow(dp_size=1, earlier=earlier)
-        await world.size_next()
+        for _ in range(2):
+            await world.size_next()
         lease = await world.lease()
         world.encoder.take(lease)
         feed = await waiting(coordinator.feed(world.feeder.index, FeedReport()))

@@ -86,6 +86,7 @@ def test_each_line_has_exactly_the_documented_keys(path: Path, make_metrics: Any
             "name": "encoder-1",
             "reason": "killed",
             "down_s": None,
+            "steps_again": 0,
         },
         {**head, "event": "note", "step": 0, "level": "info", "text": "sharding: full"},
         {

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
-    """Of a run whose first checkpoint the driver commits; it is held, as while it trains, until the test ends."""
+    """Of a run as its driver leaves them; the directory is held, as while it trains, until the tests end."""
     directory = tmp_path_factory.mktemp("written")
     config = override_config(
         config_of(directory, "written", num_generated=2, max_new_tokens=3),

@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 import flowtrain
 
 TARGET = Path(__file__).parents[1] / "docs" / "report.png"
-WIDTH, HEIGHT = 1120, 1180
+WIDTH, HEIGHT = 1120, 1150
 
 
 def take(run: str) -> None:

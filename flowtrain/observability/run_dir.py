@@ -139,7 +139,7 @@ def find_run(run: str | os.PathLike[str]) -> Path:
     for candidate in candidates:
         if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
             return candidate
-    looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
+    looked = " or ".join(dict.fromkeys(str(candidate / "config.yaml") for candidate in candidates))
     raise ConfigError(f"no run {str(run)!r}: there is no {looked}; give the run's directory")
 
 

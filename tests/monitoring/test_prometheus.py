@@ -59,7 +59,7 @@ def starved_run(directory: Path) -> RunConfig:
         "starved",
         *(f"encoders.vision.config.{key}={value}" for key, value in vision.items()),
         "encoders.vision.data_parallel_size=1",
-        f"encoders.vision.segment_nbytes={8 << 20}",
+        "encoders.vision.segment_nbytes=16777216",  # its features are wide
         data={
             "sources": sources,
             "eval": {"path": str(directory / "held_out.parquet"), "every_steps": 4, "max_samples": 4},

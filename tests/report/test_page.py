@@ -329,13 +329,18 @@ def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Pat
 
 
 def test_what_was_planned_is_beside_what_came_out(directory: Path) -> None:
-    modes = [{"mode": "decoupled", "tokens_per_s": 2000.0, "of_best": 1.0, "reason": "the fastest"}]
+    modes = [{"mode": "decoupled", "tokens_per_s": 2000.0, "of_best": 1.0, "reason": "the fastest", "imbalance": 0.25}]
     planning = {"schema": 3, "tokens_per_s": 2000.0, "rate": 20.0, "modes": modes}
     (directory / "planning.json").write_text(json.dumps(planning))
     page = page_of(directory)
     planned, measured, over = row(page, "Plan and reality", "tokens/s")
     assert planned == "2,000" and measured.startswith("1,6") and over in ("84 %", "85 %")
     assert row(page, "Modes that the planner compared", "decoupled") == ["2.00 k tokens/s", "100 %", "the fastest"]
+    plan = directory / "plan.yaml"
+    plan.write_text(
+        plan.read_text().replace("backbone:\n  data_parallel_size: 1", "backbone:\n  data_parallel_size: 2")
+    )
+    assert row(page_of(directory), "Plan and reality", "imbalance of ranks")[:2] == ["25 %", "0 %"]
 
 
 def test_samples_by_source_come_from_the_ledger(directory: Path) -> None:

@@ -178,8 +178,10 @@ def _predictions(run: RunData, figures: KeyFigures) -> Iterator[list[Cell | str]
         yield _compared(
             "pool", float(run.planned_pool_nbytes), figures.pool_peak_nbytes, lambda value: scaled(value, "nbytes")
         )
-    if figures.imbalance is not None:
-        yield ["imbalance of ranks", number_cell(percent(0.0)), number_cell(percent(figures.imbalance)), ""]
+    modes = as_list(run.planning.get("modes"))
+    imbalance = as_number(dig(modes[0], "imbalance")) if modes else math.nan  # the winner comes first
+    if figures.imbalance is not None and math.isfinite(imbalance):
+        yield ["imbalance of ranks", number_cell(percent(imbalance)), number_cell(percent(figures.imbalance)), ""]
     r2 = as_number(run.cost_profile.get("r2"))
     if not math.isfinite(r2):
         r2 = as_number(dig(run.cost_profile, "fitted", "r2"))

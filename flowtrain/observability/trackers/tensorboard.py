@@ -46,11 +46,9 @@ class TensorBoardTracker(Callback):
         directory = Path(self._logdir).expanduser() if self._logdir is not None else self._directory / "tensorboard"
         directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
-        step = event.step + 1
-        self._writer.write_event(Event(wall_time=event.timestamp, step=step, file_version="brain.Event:2"))
         if event.resumed_from is not None:
             again = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of this step and later ones
-            self._writer.write_event(Event(wall_time=event.timestamp, step=step, session_log=again))
+            self._writer.write_event(Event(wall_time=event.timestamp, step=event.step + 1, session_log=again))
         self._write(text("config", _code(json.dumps(event.config, indent=2))), event)
 
     def on_step(self, event: StepFinished) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class Profiles:
         self._ends.append((path.name, end))
 
     def _start_history(self, path: Path, device: torch.device) -> None:
-        memory = getattr(torch.get_device_module(device), "memory", None)
+        memory: Any = getattr(torch.get_device_module(device), "memory", None)
         if not hasattr(memory, "_record_memory_history"):
             raise NotImplementedError(f"torch keeps no history of allocations on the device {device.type!r}")
         memory._record_memory_history(max_entries=MAX_ALLOCATIONS)

@@ -80,9 +80,10 @@ class TensorBoardTracker(Callback):
     def _write_scalars(
         self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished
     ) -> None:
-        from tensorboardX.summary import Summary, scalar
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._write(Summary(value=[scalar(name, value).value[0] for name, value in scalars.items()]), event)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(Summary(value=values), event)
 
     def _write(self, summary: Any, event: RunStarted | StepFinished | EvaluationFinished | CheckpointFinished) -> None:
         """Write a summary; raises OSError if the disk refuses it."""

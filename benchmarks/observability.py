@@ -3,8 +3,9 @@
 python benchmarks/observability.py [--pairs N] [--steps N] [--json]
 
 A pair is two runs of `flowtrain train configs/quickstart.yaml`, in turns with either one first. On: every step is
-traced, TensorBoard follows, Ray gets its metrics, lines of progress, and the report with its pictures at the end. Off:
-none of that. CPU seconds are those of all processes of a run, Ray's too, from the command to the end of the last of them.
+traced, TensorBoard follows, Ray gets its metrics, there are lines of progress, and at the end the report with its
+pictures. Off: none of that. CPU seconds are those of all processes of a run, Ray's too, from the command to the end of
+the last of them.
 Ray's own dashboard runs in both, as it does by default. Needs tensorboardX (`pip install '.[tensorboard]'`).
 Exits with 1 if a run fails, if what is on has left nothing, or if two runs have different losses.
 """

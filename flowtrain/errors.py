@@ -127,3 +127,7 @@ class WorkerLostError(FlowTrainError, RuntimeError):
 
 class CoordinatorLostError(WorkerLostError):
     """The coordinator died, and with it the table of where each part lies."""
+
+
+class CoordinatorSilentError(CoordinatorLostError, StallError):
+    """The coordinator does not answer. The message names the question and the limit."""

@@ -62,6 +62,7 @@ MAX_FAULTS = 3
 MAX_STARTS = 8
 LIMITS = (
     "limits.collective_timeout_s=15",
+    "limits.coordinator_timeout_s=15",
     "limits.lease_timeout_s=10",
     "limits.stall_timeout_s=60",
     "limits.stop_timeout_s=20",

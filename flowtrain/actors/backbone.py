@@ -328,6 +328,7 @@ class BackboneRank:
         self._starved_s = self._fetch_s = 0.0
         self._read_nbytes = 0
         self.trainer.stages.spans.collect()
+        self._diary.begin("its report to the coordinator", waits_for_data=True)
         members = self._replica.collect((report, self._spans.take()))
 
         def finish() -> bool:

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from flowtrain.actors.questions import Asker, FailedQuestion, QuestionServer, RemoteTraceback
 from flowtrain.config.flow import LimitsConfig
-from flowtrain.errors import CoordinatorLostError, FlowTrainError, StallError
+from flowtrain.errors import CoordinatorLostError, CoordinatorSilentError, FlowTrainError, StallError
 from flowtrain.types.memory import SocketOffer
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class RayLink(CoordinatorLink):
         return str(ray.get_runtime_context().get_node_id())
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait. Raises what the method raised, StallError without an answer, CoordinatorLostError."""
+        """Ask and wait. Raises what the method raised, or CoordinatorLostError, also without an answer in time."""
         packed = pickle.dumps((question.__name__, args, kwargs, self._generation), PICKLE_PROTOCOL)
         try:
             asker = self._asker if self._is_open else self._opened()
@@ -104,7 +104,9 @@ class RayLink(CoordinatorLink):
             return reply
         except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
             name = question.__name__
-            raise StallError(f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s") from error
+            raise CoordinatorSilentError(
+                f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s"
+            ) from error
         except FailedQuestion as failed:
             raise failed.error from RemoteTraceback(failed.traceback)
         except ray.exceptions.RayTaskError as error:

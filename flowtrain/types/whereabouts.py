@@ -19,6 +19,6 @@ class Whereabouts:
     for_s: float
     """Seconds since that began."""
     waits_for_data: bool
-    """It waits for producers, whose limit is another one."""
+    """It waits for producers or for the coordinator, whose limits are others."""
     pid: int
     """Of its process."""

@@ -91,6 +91,8 @@ def test_a_death_is_a_restart_in_the_trace(data: Path, ray_cluster: None) -> Non
     path = run_dir(config).trace
     (restart,) = [span for span in read_spans(path) if span.name == "restart"]
     assert restart.actor == "encoder-0" and restart.end_s > restart.start_s
+    (told,) = [line for line in json_lines(run_dir(config).events) if line["event"] == "restart"]
+    assert told["name"] == "encoder-0" and told["down_s"] == pytest.approx(restart.end_s - restart.start_s, abs=1e-3)
     check_arrows(path)
 
 

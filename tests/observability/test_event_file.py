@@ -169,3 +169,16 @@ def test_a_place_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pyt
         file.take(NOTED)
     file.close()
     assert caplog.text.count("events.jsonl could not be written") == 1
+
+
+def test_a_file_that_is_no_longer_one_is_tried_again_without_open_files_left(path: Path) -> None:
+    path.write_text('{"schema": 1}\nno object\n{"schema": 1}\n')
+    file = EventFile(path)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        file.take(NOTED)
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    path.write_text("")
+    file.take(ENDED)
+    assert [line["event"] for line in lines(path)] == ["run_ended"]
+    file.close()

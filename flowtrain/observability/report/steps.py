@@ -85,13 +85,8 @@ def steps_of(records: Iterable[Mapping[str, Any]]) -> Steps:
     columns, order = table.columns()
     sources = {name.removeprefix(_SOURCE): values for name, values in columns.items() if name.startswith(_SOURCE)}
     columns = {name: values for name, values in columns.items() if not name.startswith(_SOURCE)}
-<<<<<<< HEAD
-    numbers = columns.pop("step", np.empty(0))
-    return Steps(numbers, columns, sources, dict(transports), tuple(digests[index] for index in order), emulated)
-=======
     ascending = columns.pop("step", np.empty(0))
     return Steps(ascending, columns, sources, dict(transports), tuple(digests[index] for index in order), emulated)
->>>>>>> wt-wb
 
 
 def _items(value: object) -> Iterable[tuple[str, float]]:

@@ -46,11 +46,9 @@ class TensorBoardTracker(Callback):
         directory = Path(self._logdir).expanduser() if self._logdir is not None else self._directory / "tensorboard"
         directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
-        step = event.step + 1
-        self._writer.write_event(Event(wall_time=event.timestamp, step=step, file_version="brain.Event:2"))
         if event.resumed_from is not None:
             again = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of this step and later ones
-            self._writer.write_event(Event(wall_time=event.timestamp, step=step, session_log=again))
+            self._writer.write_event(Event(wall_time=event.timestamp, step=event.step + 1, session_log=again))
         self._write(text("config", _code(json.dumps(event.config, indent=2))), event)
 
     def on_step(self, event: StepFinished) -> None:
@@ -82,9 +80,10 @@ class TensorBoardTracker(Callback):
     def _write_scalars(
         self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished
     ) -> None:
-        from tensorboardX.summary import Summary, scalar
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._write(Summary(value=[scalar(name, value).value[0] for name, value in scalars.items()]), event)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(Summary(value=values), event)
 
     def _write(self, summary: Any, event: RunStarted | StepFinished | EvaluationFinished | CheckpointFinished) -> None:
         """Write a summary; raises OSError if the disk refuses it."""

@@ -119,7 +119,7 @@ class HangWatch:
         """Let the ranks that answer write their stacks; returns a line about them."""
         directory = self._directory / f"step-{self._step + 1:08d}"
         ranks = self._actors.of_role(Role.BACKBONE)
-        calls = [ranks[name].dump_stacks.remote(str(directory)) for name in answers]
+        calls: list[ray.ObjectRef[Any]] = [ranks[name].dump_stacks.remote(str(directory)) for name in answers]
         done = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         doing = "; ".join(f"{name}: {each.what}" for name, each in sorted(answers.items()))
         logger.warning("what the ranks do: %s", doing or "no rank answers")

@@ -106,10 +106,12 @@ def planned_faults(seed: int, run: int, roles: list[str]) -> list[Planned]:
     """The faults of a run, in the order of their steps."""
     rng = random.Random(f"{seed}/{run}")
     kinds = list(KINDS)
-    faults = [
-        Planned(rng.choice(roles), rng.choice(kinds), rng.randrange(NUM_STEPS - 2), rng.uniform(0.0, 1.0))
-        for _ in range(rng.randint(1, MAX_FAULTS))
-    ]
+    faults = []
+    for _ in range(rng.randint(1, MAX_FAULTS)):
+        role, kind = rng.choice(roles), rng.choice(kinds)
+        if role == "driver":
+            kind = "kill"  # a stopped driver waits for whoever stopped it
+        faults.append(Planned(role, kind, rng.randrange(NUM_STEPS - 2), rng.uniform(0.0, 1.0)))
     return sorted(faults, key=lambda fault: fault.after_steps)
 
 
@@ -147,6 +149,8 @@ class CampaignRun:
                 code = self._disturb(running)
                 running.check_nothing_is_left()
             if code == 0:
+                for each in self._open:
+                    each.how = "went on without it"
                 return
             self._note_end(time.monotonic())
         raise AuditFailed(f"run {self._number} was not done after {MAX_STARTS} starts")
@@ -191,7 +195,8 @@ class CampaignRun:
         if not self._open:
             return
         last, since_s = self._open[-1], time.monotonic() - self._hit_s
-        restarts = self._restarts()[seen:]
+        roles = {last.role} if last.role in ("encoder", "feeder") else {"backbone", "coordinator"}
+        restarts = [each for each in self._restarts()[seen:] if each["role"] in roles]
         if restarts:
             told = restarts[-1]
             down_s = told.get("down_s")

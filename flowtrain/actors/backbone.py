@@ -182,6 +182,7 @@ class BackboneRank:
             goes_on = self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, first_unit))
             while goes_on:
                 step, goes_on = self._run_unit(prefetcher, checkpoint_dir)
+            self._diary.begin("the end of the run", may_last=True)
             prefetcher.close()
             self._health.check_end(step)
             if self._config.checkpoint.at_end:
@@ -234,6 +235,7 @@ class BackboneRank:
         )
         self._diary.begin("the end of the unit")
         result = self.trainer.finish_unit()
+        self._diary.begin("what follows the unit", may_last=True)
         generated = () if is_training else self._answers(plan)
         step = plan.unit.step
         verdict = self._health.after_step(step, result) if is_training else Verdict()
@@ -246,7 +248,7 @@ class BackboneRank:
         self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
         is_its_turn = self._is_checkpoint_due and ends_step(self._evaluations, plan.unit)
         if is_its_turn and self._health.may_save(step):
-            self._diary.begin("a checkpoint")
+            self._diary.begin("a checkpoint", may_last=True)
             self._checkpoint(step, checkpoint_dir)
             self._is_checkpoint_due = False
         return step, goes_on
@@ -286,7 +288,7 @@ class BackboneRank:
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
         started = time.monotonic()
-        self._diary.begin("a wait for data", waits_for_data=True)
+        self._diary.begin("a wait for data", may_last=True)
         item = wait()
         self._diary.begin("its work")
         self._starved_s += time.monotonic() - started
@@ -328,10 +330,11 @@ class BackboneRank:
         self._starved_s = self._fetch_s = 0.0
         self._read_nbytes = 0
         self.trainer.stages.spans.collect()
-        self._diary.begin("its report to the coordinator", waits_for_data=True)
+        self._diary.begin("its report")
         members = self._replica.collect((report, self._spans.take()))
 
         def finish() -> bool:
+            self._diary.begin("a question to the coordinator", may_last=True)
             assert members is not None, "the leader has them all"
             reports, spans = zip(*members, strict=True)
             return self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))

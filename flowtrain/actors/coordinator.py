@@ -55,8 +55,9 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earl
     earlier: as of ``build_flow``.
     """
     flow = build_flow(config, model, settings, earlier)
-    keep_imports()
-    expect_many_objects()
+    if earlier is None:  # otherwise that would be kept for good
+        keep_imports()
+        expect_many_objects()
     return flow
 
 
@@ -84,6 +85,7 @@ class Coordinator(Answering, CoordinatorApi):
         self._plan_signal = Signal()
         self._event_signal = Signal()
         self._events_ended = self._events_wanted = False
+        self._holds_next = self._events_held = False
         self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
         self._packed_plan: tuple[StepPlan | None, bytes] = None, b""
 
@@ -243,16 +245,18 @@ class Coordinator(Answering, CoordinatorApi):
 
         def attempt() -> tuple[Event, ...] | None:
             log = self._flow.log
-            if not (log.has_news or self._events_ended or self._events_wanted):
+            if self._events_held or not (log.has_news or self._events_ended or self._events_wanted):
                 return None
+            self._events_held, self._holds_next = self._holds_next, False
             self._events_wanted = False
             return log.take()
 
         return await self._event_signal.until(attempt, self._poll_s) or ()
 
-    async def flush_events(self) -> None:
+    async def flush_events(self, hold: bool = False) -> None:
         """See ``CoordinatorApi``."""
         self._events_wanted = True
+        self._holds_next = hold
         self._event_signal.notify()
 
     async def end_events(self) -> None:
@@ -267,6 +271,7 @@ class Coordinator(Answering, CoordinatorApi):
             self._flow.process_lost(name)
         self._flow = self._remake_flow(settings, self._flow)
         self._generation += 1
+        self._events_held = False
         self._packed_plan = None, b""
         self._wake_producers()
         self._plan_signal.notify()

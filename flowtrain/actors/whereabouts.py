@@ -25,16 +25,16 @@ class Diary:
         """Note a unit; what follows is counted from its start."""
         self._unit, self._step, self._place = unit, step, 0
 
-    def begin(self, what: object, waits_for_data: bool = False) -> None:
+    def begin(self, what: object, may_last: bool = False) -> None:
         """Note what begins; ``str(what)`` says it."""
         self._place += 1
-        self._now = what, waits_for_data, time.monotonic()
+        self._now = what, may_last, time.monotonic()
 
     def read(self) -> Whereabouts:
         """Return the last note."""
-        what, waits_for_data, since_s = self._now
+        what, may_last, since_s = self._now
         for_s = time.monotonic() - since_s
-        return Whereabouts(self._unit, self._step, self._place, str(what), for_s, waits_for_data, os.getpid())
+        return Whereabouts(self._unit, self._step, self._place, str(what), for_s, may_last, os.getpid())
 
 
 def dump_stacks(path: Path) -> None:

@@ -20,7 +20,7 @@ from flowtrain.controller.resume import other_reduction
 from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.trace_desk import TraceDesk
-from flowtrain.controller.watch import BackboneLost, CoordinatorLost, Watcher
+from flowtrain.controller.watch import BackboneLost, GroupLost, Watcher
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import CoordinatorLostError
 from flowtrain.flow.api import CoordinatorApi
@@ -57,7 +57,7 @@ class GroupRun:
 
         In any case all actors end.
 
-        may_be_lost: once all actors run, raise CoordinatorLost when the coordinator is lost; else that is an error.
+        may_be_lost: once all actors run, raise GroupLost when the coordinator is lost; else that is an error.
         again: called when all actors run; None: they run for the first time, which the stream is told.
         """
         self._display.phase("starting actors, which load their models")
@@ -73,7 +73,7 @@ class GroupRun:
             self._run_spec.indexes,
         )
         try:
-            self._state = self._run_state(may_be_lost)
+            self._state = self._run_state(may_be_lost, has_run=again is not None)
             self._hangs = self._hang_watch()
             self._watcher = self._new_watcher()
             self._start_loops(is_first=again is None)
@@ -82,9 +82,11 @@ class GroupRun:
                 again()
             return self._watch()
         except CoordinatorLostError as error:  # it was asked before it was missed
-            if may_be_lost and self._state.may_lose_coordinator:
-                raise CoordinatorLost(str(error)) from error
+            if self._state.may_lose_coordinator:
+                raise GroupLost(Role.COORDINATOR, str(error)) from error
             raise
+        except BackboneLost as lost:  # while all started again
+            raise GroupLost(lost.name, lost.reason) from lost
         finally:
             self._actors.kill()
 
@@ -95,7 +97,7 @@ class GroupRun:
         make_flow = partial(remake_flow, self._history.flow_settings())
         return worker_group.start_coordinator(self._config, classes, make_flow, remake_flow)
 
-    def _run_state(self, may_be_lost: bool) -> RunState:
+    def _run_state(self, may_be_lost: bool, has_run: bool) -> RunState:
         limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
 
         def shortage(encoders: Sequence[str]) -> str | None:
@@ -109,6 +111,8 @@ class GroupRun:
             self._actors.leaders,
             limits.max_backbone_restarts if self._config.emulation is None else 0,
             may_be_lost,
+            has_run,
+            self._history.counts,
         )
 
     def _hang_watch(self) -> HangWatch:
@@ -187,23 +191,23 @@ class GroupRun:
 
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from the last checkpoint, and have the steps after it done again."""
-        noticed_s = time.monotonic()
+        self._history.lost()
         self._stream.warn(
             f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again from its last checkpoint"
         )
         self._watcher.on_turn = lambda: None  # there is nobody to ask
-        self._actors.end_backbone(self._config.limits.stop_timeout_s)
+        limit_s, ranks = self._config.limits.stop_timeout_s, tuple(self._actors.of_role(Role.BACKBONE))
+        self._actors.end_backbone(limit_s)
+        worker_group.wait_until_ended(self._config, ranks, limit_s)
         self._watcher.take_pending_events()
-        num_again = self._history.go_back()
-        ranks = tuple(self._actors.of_role(Role.BACKBONE))
+        self._history.go_back()
         self._actors.link.ask(CoordinatorApi.rewind, self._history.flow_settings(), ranks)
         self._actors.spawn_backbone()
         self._state.on_backbone_started()
         self._start_backbone()
         self._run_backbone()
-        down_s = time.monotonic() - noticed_s
+        down_s = self._history.went_back(lost.name, Role.BACKBONE, lost.reason)
         self._stream.note(f"the backbone runs again after {down_s:.1f} s, from step {self._history.start.step + 1} on")
-        self._history.recorder.went_back(lost.name, Role.BACKBONE, lost.reason, down_s, num_again)
 
     def _take(self, event: Event) -> None:
         self._history.take(event)

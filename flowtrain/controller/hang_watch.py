@@ -37,15 +37,15 @@ def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float],
 
     answers: of the ranks that say what they do. silent_s: for how long each of the others has said nothing.
 
-    A rank that is silent for too long hangs. Otherwise all ranks must be in one action for too long, none of them
-    waiting for data: a rank that is only slow moves on, and then so do the others. Then the one behind all hangs.
+    A rank that is silent for too long hangs. Otherwise all ranks must be in one action for too long, none of them in one
+    that may last: a rank that is only slow moves on, and then so do the others. Then the one behind all hangs.
     """
     silent = max(silent_s, key=silent_s.__getitem__, default=None)
     if silent is not None:
         if silent_s[silent] < limit_s:
             return None
         return Hang(silent, f"it has not answered for {silent_s[silent]:.0f} s")
-    if not answers or any(each.waits_for_data or each.for_s < limit_s for each in answers.values()):
+    if not answers or any(each.may_last or each.for_s < limit_s for each in answers.values()):
         return None
     name = min(answers, key=lambda each: (answers[each].unit, answers[each].place))
     where = answers[name]
@@ -96,8 +96,9 @@ class HangWatch:
                 self._judge(done, now_s)
         elif now_s - max(self._progress_s, self._asked_s) > self._limit_s / ROUNDS:
             self._asked_s = now_s
+            running = set(self._actors.runs.values())  # the others have returned
             ranks = self._actors.of_role(Role.BACKBONE)
-            self._calls = {handle.whereabouts.remote(): name for name, handle in ranks.items()}
+            self._calls = {each.whereabouts.remote(): name for name, each in ranks.items() if name in running}
 
     def _judge(self, done: list[ray.ObjectRef[Any]], now_s: float) -> None:
         calls, self._calls = self._calls, {}
@@ -123,4 +124,14 @@ class HangWatch:
         done = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         doing = "; ".join(f"{name}: {each.what}" for name, each in sorted(answers.items()))
         logger.warning("what the ranks do: %s", doing or "no rank answers")
-        return f"stacks of {len(done)} of {len(ranks)} ranks are in {directory}"
+        written = sum(_is_written(call) for call in done)
+        return f"stacks of {written} of {len(ranks)} ranks are in {directory}"
+
+
+def _is_written(call: ray.ObjectRef[Any]) -> bool:
+    try:
+        ray.get(call, timeout=0)
+    except (ray.exceptions.RayError, OSError) as error:
+        logger.warning("the stacks of a rank were not written: %s", error)
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,6 +14,8 @@ from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import first_flow_settings
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import consumed_at, find_resume_point
+from flowtrain.controller.state import RestartCounts, Role
+from flowtrain.errors import RunFileError
 from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
@@ -31,6 +34,9 @@ class History:
         self.committer = committer
         self.start = run.start
         self.run_id = secrets.token_hex(4)
+        self.counts = RestartCounts()
+        self._lost_s: float | None = None
+        self._num_again = 0
         self._probed = checkpoint_store.probe_directory(run.files.checkpoints, self.run_id)
 
     @contextmanager
@@ -53,13 +59,32 @@ class History:
         elif isinstance(event, CheckpointFailed):
             self.committer.failed(event)
 
-    def go_back(self) -> int:
-        """Go back to the last checkpoint, while no rank runs; returns the number of steps that are done again."""
+    def lost(self) -> None:
+        """Note that an actor was lost for which the run must go back."""
+        if self._lost_s is None:
+            self._lost_s = time.monotonic()
+
+    def go_back(self) -> None:
+        """Go back to the last checkpoint, while no rank runs. Raises RunFileError if a file cannot be cut."""
         self.committer.forget_incomplete()
         self.start = find_resume_point(self._files, self._run_spec, ())
         self._probed.mkdir(exist_ok=True)  # it was removed with other temporaries
         self.costs.rewind(self.start.cost)
-        return self.recorder.rewind(self.start.step, consumed_at(self.start))
+        try:
+            self._num_again += self.recorder.rewind(self.start.step, consumed_at(self.start))
+        except OSError as error:
+            raise RunFileError(
+                f"the run cannot go back to step {self.start.step}, since its files in {self._files.root} cannot be cut "
+                f"({error.strerror or error}): make room on the disk, then start again with --resume"
+            ) from error
+
+    def went_back(self, name: str, role: Role, reason: str) -> float:
+        """Tell of the loss, now that the run goes on; returns the seconds since it. Losses meanwhile are part of it."""
+        assert self._lost_s is not None
+        down_s, self._lost_s = time.monotonic() - self._lost_s, None
+        num_again, self._num_again = self._num_again, 0
+        self.recorder.went_back(name, role, reason, down_s, num_again)
+        return down_s
 
     def flow_settings(self) -> FlowSettings:
         """Return where the flow starts."""

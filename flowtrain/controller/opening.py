@@ -73,7 +73,8 @@ def open_run(config: RunConfig, placed: PlacedRun, resume: bool, display: Progre
     files = open_run_dir(config, resume)
     files.write_plan(asdict(run_spec.plan))
     start = find_resume_point(files, run_spec, changed) if resume else ResumePoint()
-    run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None)
+    # What is lost starts again from a checkpoint, also in a run that began without one.
+    run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None or config.emulation is None)
     display.expect(run_spec.num_steps, start.step)
     stack.callback(display.close)  # before Ray ends, which takes a while
     return OpenRun(run_spec, placed.specs, placed.group, files, start)

@@ -127,6 +127,7 @@ class Recorder:
         self._meter.rewind(self._audit.num_skipped)
         self.num_rejected, self.num_seen = self._audit.num_rejected, len(consumed)
         self._stream.step = step
+        self.last = self.last_eval_loss = None
         return num_again
 
     def flush(self, step: int) -> None:

@@ -25,7 +25,7 @@ from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role
 from flowtrain.controller.summary import RunSummary, summary_if_done
-from flowtrain.controller.watch import CoordinatorLost, StopRequested
+from flowtrain.controller.watch import GroupLost, StopRequested
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import COORDINATOR, ActorClasses
 from flowtrain.emulation.check import emulation_note, host_warning
@@ -74,12 +74,12 @@ def run_training(
         history = History(run, recorder, costs, committer)
         controller = Controller(run, history, traces, stream, display, stop)
         stopped = controller.run(classes or actor_classes(config))
-    return _summary(run, recorder, costs, stopped, started)
+    return _summary(run, history, stopped, started)
 
 
-def _summary(run: OpenRun, recorder: Recorder, costs: CostKeeper, stopped: bool, started: float) -> RunSummary:
-    last, num_steps = recorder.last, run.run_spec.num_steps
-    step = last.step if last else run.start.step
+def _summary(run: OpenRun, history: History, stopped: bool, started: float) -> RunSummary:
+    recorder, last, num_steps = history.recorder, history.recorder.last, run.run_spec.num_steps
+    step = last.step if last else history.start.step
     return RunSummary(
         directory=run.files.root,
         step=step,
@@ -90,7 +90,7 @@ def _summary(run: OpenRun, recorder: Recorder, costs: CostKeeper, stopped: bool,
         checkpoint=checkpoint_store.latest_complete(run.files.checkpoints),
         stopped=stopped and step < num_steps,
         duration_s=time.monotonic() - started,
-        cost_r2=costs.r2,
+        cost_r2=history.costs.r2,
         num_skipped=recorder.num_skipped,
         emulated=emulation_note(run.run_spec.config),
         host_warning=host_warning(recorder.rates.host_share),
@@ -145,18 +145,20 @@ class Controller:
             group = GroupRun(self._run, self._history, self._traces, self._stream, self._display, self._stop)
             try:
                 return group.run(classes, may_be_lost=left > 0, again=again)
-            except CoordinatorLost as error:
-                again = self._go_back(str(error))
+            except GroupLost as lost:
+                again = self._go_back(lost)
         raise AssertionError("the last group's coordinator may not be lost")
 
-    def _go_back(self, reason: str) -> Callable[[], None]:
+    def _go_back(self, lost: GroupLost) -> Callable[[], None]:
         """Go back to the last checkpoint; returns what to call when all actors run again."""
-        noticed_s = time.monotonic()
-        self._stream.warn(f"the coordinator is lost ({reason}); all actors start again from the last checkpoint")
-        worker_group.wait_until_ended(self._config, self._run.specs, self._config.limits.stop_timeout_s)
-        return partial(self._runs_again, noticed_s, reason, self._history.go_back())
+        self._history.lost()
+        self._stream.warn(f"{lost.name} is lost ({lost.reason}); all actors start again from the last checkpoint")
+        names = [COORDINATOR, *(spec.name for spec in self._run.specs)]
+        worker_group.wait_until_ended(self._config, names, self._config.limits.stop_timeout_s)
+        self._history.go_back()
+        return partial(self._runs_again, lost)
 
-    def _runs_again(self, noticed_s: float, reason: str, num_again: int) -> None:
-        down_s, first = time.monotonic() - noticed_s, self._history.start.step + 1
-        self._stream.note(f"the run goes on after {down_s:.1f} s, from step {first} on")
-        self._history.recorder.went_back(COORDINATOR, Role.COORDINATOR, reason, down_s, num_again)
+    def _runs_again(self, lost: GroupLost) -> None:
+        role = Role.COORDINATOR if lost.name == COORDINATOR else Role.BACKBONE
+        down_s = self._history.went_back(lost.name, role, lost.reason)
+        self._stream.note(f"the run goes on after {down_s:.1f} s, from step {self._history.start.step + 1} on")

@@ -66,9 +66,21 @@ class RestartBackbone:
 
 @dataclass(frozen=True)
 class RestartAll:
-    """End all actors, go back to the last checkpoint, and start them again: the coordinator is lost. reason: why."""
+    """End all actors, go back to the last checkpoint, and start them again.
 
-    reason: str
+    name: the coordinator, or a rank that was lost when producers had already ended. reason: why.
+    """
+
+    name: str
+    reason: str = field(default="", compare=False)
+
+
+@dataclass
+class RestartCounts:
+    """How often actors were started again in a run, over all its worker groups."""
+
+    producers: dict[str, int] = field(default_factory=dict)
+    backbone: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,8 @@ class RunState:
     counts.
     max_backbone_restarts: of the whole backbone in this run.
     may_be_lost: whether all may start again when the coordinator is lost.
+    has_run: an earlier group has run, so a start that fails is worth another one.
+    counts: of the run's earlier groups; it is counted on.
     """
 
     def __init__(
@@ -115,17 +129,20 @@ class RunState:
         leaders: Mapping[str, str] | None = None,
         max_backbone_restarts: int = 0,
         may_be_lost: bool = False,
+        has_run: bool = False,
+        counts: RestartCounts | None = None,
     ) -> None:
         self._running = {name: role for name, role in actors.items() if role is not Role.ENCODER_RANK}
         self._leaders = dict(leaders or {})
         self._shortage = shortage
         self._max_restarts = max_restarts
         self._max_rejected_fraction = max_rejected_fraction
-        self._restarts: dict[str, int] = {}
+        self._counts = counts if counts is not None else RestartCounts()
         self._backbone = {name: role for name, role in actors.items() if role is Role.BACKBONE}
         self._max_backbone_restarts = max_backbone_restarts
-        self._num_backbone_restarts = 0
-        self._backbone_runs = False
+        self._backbone_runs = has_run
+        self._is_backbone_down = False
+        self._has_producers_ended = False
         self._may_be_lost = may_be_lost
         self._stop_asked = False
         self.phase = Phase.RUNNING
@@ -139,6 +156,7 @@ class RunState:
         """An actor's loop ended by itself."""
         if name not in self._running:  # an encoder rank, or a leader that ended with one
             return []
+        self._has_producers_ended |= self._running[name] in (Role.ENCODER, Role.FEEDER)
         del self._running[name]
         if self.phase is Phase.FAILED:
             return []
@@ -152,11 +170,12 @@ class RunState:
     @property
     def may_lose_coordinator(self) -> bool:
         """Whether all may start again without it. A first start that fails would fail again."""
-        return self._may_be_lost and (self._backbone_runs or self._is_backbone_down)
+        return self._may_be_lost and self._backbone_runs
 
     def on_backbone_started(self) -> None:
         """From now on a lost rank is a reason to start all ranks again. A first start that fails would fail again."""
         self._backbone_runs = True
+        self._is_backbone_down = False
         self._running |= self._backbone
 
     def on_died(self, name: str, reason: str) -> list[Decision]:
@@ -171,11 +190,11 @@ class RunState:
             return self._lose_backbone(name, reason)
         if member != name:
             reason = f"{member}: {reason}"
-        restarts = self._restarts.get(name, 0) + 1
+        restarts = self._counts.producers.get(name, 0) + 1
         if restarts > self._max_restarts:
             limit = f"limits.max_encoder_restarts is {self._max_restarts}"
             return self._lose(name, f"{name} died {restarts} times ({reason}), {limit}")
-        self._restarts[name] = restarts
+        self._counts.producers[name] = restarts
         return [Restart(name, None if member == name else member, reason)]
 
     def on_hung(self, name: str, what: str) -> list[Decision]:
@@ -211,9 +230,7 @@ class RunState:
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
         """The coordinator died, and with it all knowledge of where data is."""
         if self.may_lose_coordinator:
-            decisions: list[Decision] = [] if self.phase is Phase.FAILED else [RestartAll(reason)]
-            self.phase = Phase.FAILED  # this group's end
-            return decisions
+            return self._restart_all(Role.COORDINATOR.value, reason)
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
     def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:
@@ -237,9 +254,10 @@ class RunState:
         self._stop_asked = True
         return [RequestStop()]
 
-    @property
-    def _is_backbone_down(self) -> bool:
-        return self._num_backbone_restarts > 0 and not self._backbone_runs
+    def _restart_all(self, name: str, reason: str) -> list[Decision]:
+        decisions: list[Decision] = [] if self.phase is Phase.FAILED else [RestartAll(name, reason)]
+        self.phase = Phase.FAILED  # this group's end
+        return decisions
 
     def _lose_backbone(self, name: str, reason: str, verb: str = "died") -> list[Decision]:
         """A rank is lost, and the gradients of the step with it."""
@@ -249,11 +267,15 @@ class RunState:
         way_out = "Start again with --resume to go on from the last checkpoint"
         if not self._backbone_runs or not self._max_backbone_restarts:
             return self._fail(WorkerLostError(f"{lost}. {way_out}"))
-        if self._num_backbone_restarts == self._max_backbone_restarts:
+        if self._counts.backbone >= self._max_backbone_restarts:
             limit = f"limits.max_backbone_restarts is {self._max_backbone_restarts}"
             return self._fail(WorkerLostError(f"{lost}, and {limit}. {way_out}"))
-        self._num_backbone_restarts += 1
-        self._backbone_runs = False
+        self._counts.backbone += 1
+        if self._has_producers_ended:  # they would be needed again
+            if self._may_be_lost:
+                return self._restart_all(name, f"it {verb}: {reason}")
+            return self._fail(WorkerLostError(f"{lost}. {way_out}"))
+        self._is_backbone_down = True
         return [RestartBackbone(name, reason, verb)]
 
     def _lose(self, name: str, what: str) -> list[Decision]:

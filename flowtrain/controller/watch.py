@@ -24,7 +24,7 @@ from flowtrain.controller.state import (
     RunState,
 )
 from flowtrain.controller.worker_group import WorkerGroup
-from flowtrain.errors import FlowTrainError, StallError
+from flowtrain.errors import CoordinatorSilentError, FlowTrainError, StallError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.events import Event, Rejected
 
@@ -47,8 +47,12 @@ class BackboneLost(Exception):
         self.name, self.reason, self.verb = name, reason, verb
 
 
-class CoordinatorLost(Exception):
-    """The coordinator is lost, so all actors must be started again; its text says why."""
+class GroupLost(Exception):
+    """All actors must be started again. name, reason: as of ``RestartAll``."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
 
 
 class Watcher:
@@ -86,7 +90,7 @@ class Watcher:
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, CoordinatorLost, or
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, GroupLost, or
         the error that ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
@@ -111,7 +115,7 @@ class Watcher:
     def until_end(self) -> bool:
         """Watch until every actor has returned; returns whether a stop was asked for.
 
-        Raises the error that ends it, CoordinatorLost, or BackboneLost; after that it can be called again.
+        Raises the error that ends it, GroupLost, or BackboneLost; after that it can be called again.
         """
         draining_since: float | None = None
         while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
@@ -127,6 +131,7 @@ class Watcher:
         if self._error is None:
             self._take_last_events()
             self._raise_error()
+            self._raise_lost()
             return self._state.was_stopped
         try:
             self._take_last_events()  # they may complete a checkpoint that all ranks wrote
@@ -139,9 +144,12 @@ class Watcher:
         self._perform(self._state.on_hung(name, what))
 
     def take_pending_events(self) -> None:
-        """Take all events until now, while no rank runs. Raises CoordinatorLost, or the error that ends the run."""
-        for _ in range(2):  # the first answer may be from before
-            self._actors.link.ask(CoordinatorApi.flush_events)
+        """Take all events until now, while no rank runs; the next ones come when the run has gone back.
+
+        Raises GroupLost, or the error that ends the run.
+        """
+        for hold in (False, True):  # the first answer may be from before
+            self._actors.link.ask(CoordinatorApi.flush_events, hold)
             self._take_events(self._limits.stop_timeout_s)
         self._raise_error()
         self._raise_lost()
@@ -188,7 +196,7 @@ class Watcher:
             self._perform(self._state.on_coordinator_lost(reason_of(error)))
             return
         except ray.exceptions.GetTimeoutError as error:
-            raise StallError(
+            raise CoordinatorSilentError(
                 f"the coordinator did not send its events within limits.stop_timeout_s ({timeout_s:g} s)"
             ) from error
         self._events = self._actors.link.start(CoordinatorApi.events)
@@ -234,7 +242,7 @@ class Watcher:
         if isinstance(lost, RestartBackbone):
             raise BackboneLost(lost.name, lost.reason, lost.verb)
         if lost is not None:
-            raise CoordinatorLost(lost.reason)
+            raise GroupLost(lost.name, lost.reason)
 
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s

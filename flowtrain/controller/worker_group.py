@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -198,10 +198,9 @@ def start_coordinator(
         ) from error
 
 
-def wait_until_ended(config: RunConfig, specs: list[ActorSpec], timeout_s: float) -> None:
-    """Wait until the names of a group's killed actors are free. Raises StallError after the timeout."""
+def wait_until_ended(config: RunConfig, names: Sequence[str], timeout_s: float) -> None:
+    """Wait until the names of killed actors are free. Raises StallError after the timeout."""
     deadline_s = time.monotonic() + timeout_s
-    names = [COORDINATOR, *(spec.name for spec in specs)]
     while there := [name for name in names if _is_there(config, name)]:
         if time.monotonic() > deadline_s:
             raise StallError(

@@ -135,8 +135,11 @@ class CoordinatorApi(Protocol):
         """Answer the waiting ``events`` at once, and all later ones: everything was reported."""
         ...
 
-    async def flush_events(self) -> None:
-        """Answer the waiting ``events`` at once; if none waits, the next one."""
+    async def flush_events(self, hold: bool = False) -> None:
+        """Answer the waiting ``events`` at once; if none waits, the next one.
+
+        hold: after this answer no event is told until the run has gone back (``rewind``).
+        """
         ...
 
     async def rewind(self, settings: FlowSettings, gone: tuple[str, ...]) -> None:

@@ -64,7 +64,10 @@ class EventLog:
         """Go on with the clock, the trace and the segments of an earlier flow."""
         self.epoch_s = earlier.epoch_s
         self.segments = earlier.segments
-        self._last_traced_step = max(self._last_traced_step, earlier._last_traced_step)
+        self._last_traced_step = earlier._last_traced_step
+        self._events = [event for event in earlier._events if isinstance(event, Rejoined | SpansRecorded)]
+        self._spans, self._counters = earlier._spans, earlier._counters
+        self.has_news = bool(self._events)
 
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call."""

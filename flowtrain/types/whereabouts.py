@@ -18,7 +18,7 @@ class Whereabouts:
     """An action of its list, or another part of a unit."""
     for_s: float
     """Seconds since that began."""
-    waits_for_data: bool
-    """It waits for producers or for the coordinator, whose limits are others."""
+    may_last: bool
+    """It has another limit: a wait for producers or for the coordinator, a checkpoint, answers to held-out samples."""
     pid: int
     """Of its process."""

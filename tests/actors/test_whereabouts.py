@@ -13,11 +13,11 @@ def test_a_note_counts_from_the_start_of_its_unit() -> None:
     diary = Diary()
     assert (diary.read().unit, diary.read().place) == (-1, 0)
     diary.begin_unit(4, 3)
-    diary.begin("a wait for data", waits_for_data=True)
-    assert diary.read().waits_for_data
+    diary.begin("a wait for data", may_last=True)
+    assert diary.read().may_last
     diary.begin("forward")
     now = diary.read()
-    assert (now.unit, now.step, now.place, now.what, now.waits_for_data) == (4, 3, 2, "forward", False)
+    assert (now.unit, now.step, now.place, now.what, now.may_last) == (4, 3, 2, "forward", False)
     assert now.for_s >= 0.0 and now.pid == os.getpid()
     diary.begin_unit(5, 4)
     diary.begin("forward")

@@ -18,8 +18,8 @@ from tests.controller.fake_ray import FakeRay, Ref, died
 LIMIT_S = 100.0
 
 
-def at(unit: int, place: int, for_s: float, waits_for_data: bool = False) -> Whereabouts:
-    return Whereabouts(unit, unit + 1, place, f"action {place}", for_s, waits_for_data, 1)
+def at(unit: int, place: int, for_s: float, may_last: bool = False) -> Whereabouts:
+    return Whereabouts(unit, unit + 1, place, f"action {place}", for_s, may_last, 1)
 
 
 def test_the_rank_behind_all_others_hangs_when_all_stand_still() -> None:
@@ -28,13 +28,13 @@ def test_the_rank_behind_all_others_hangs_when_all_stand_still() -> None:
     assert find_hang({**answers, "slow": at(2, 40, 130.0)}, {}, LIMIT_S).name == "slow"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("moving", [at(3, 2, 99.0), at(3, 2, 500.0, waits_for_data=True)])
-def test_while_one_rank_moves_or_waits_for_data_there_is_hope(moving: Whereabouts) -> None:
+@pytest.mark.parametrize("moving", [at(3, 2, 99.0), at(3, 2, 500.0, may_last=True)])
+def test_while_one_rank_moves_or_may_last_there_is_hope(moving: Whereabouts) -> None:
     assert find_hang({"first": at(3, 9, 500.0), "second": moving}, {}, LIMIT_S) is None
 
 
 def test_a_rank_that_says_nothing_for_too_long_hangs_whatever_the_others_do() -> None:
-    answers = {"first": at(3, 9, 5.0), "starved": at(3, 9, 5.0, waits_for_data=True)}
+    answers = {"first": at(3, 9, 5.0), "starved": at(3, 9, 5.0, may_last=True)}
     assert find_hang(answers, {"second": 99.0}, LIMIT_S) is None
     assert find_hang(answers, {"second": 101.0, "third": 100.5}, LIMIT_S) == Hang(
         "second", "it has not answered for 101 s"
@@ -45,7 +45,7 @@ def test_a_rank_that_says_nothing_for_too_long_hangs_whatever_the_others_do() ->
 def test_nobody_hangs_within_the_limit(ranks: list[tuple[int, int, float, bool]]) -> None:
     answers = {str(number): at(*each) for number, each in enumerate(ranks)}
     hang = find_hang(answers, {}, LIMIT_S)
-    stands_still = all(each.for_s >= LIMIT_S and not each.waits_for_data for each in answers.values())
+    stands_still = all(each.for_s >= LIMIT_S and not each.may_last for each in answers.values())
     assert (hang is not None) == (bool(answers) and stands_still)
 
 
@@ -59,7 +59,9 @@ class World:
         self.dumped: list[str] = []
         self.found: list[Hang] = []
         ranks = {name: self._rank(name) for name in ("rank-0", "rank-1")}
-        actors: Any = SimpleNamespace(of_role=lambda role: ranks if role is Role.BACKBONE else {})
+        runs = {Ref(name): name for name in ranks}
+        actors: Any = SimpleNamespace(of_role=lambda role: ranks if role is Role.BACKBONE else {}, runs=runs)
+        self.runs = runs
         self.watch = HangWatch(actors, LIMIT_S, directory, self.found.append, lambda: self.now_s)
 
     def _rank(self, name: str) -> Any:
@@ -119,3 +121,9 @@ def test_a_rank_that_died_is_the_watchers_business(world: World) -> None:
     world.asked["rank-1"].finish(at(0, 3, LIMIT_S))
     world.wait(1.0)
     assert not world.found
+
+
+def test_a_rank_that_has_returned_is_not_asked(world: World) -> None:
+    world.runs.pop(next(ref for ref, name in world.runs.items() if name == "rank-0"))
+    world.wait(26.0)
+    assert set(world.asked) == {"rank-1"}

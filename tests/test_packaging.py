@@ -39,7 +39,7 @@ def test_only_its_own_extra_needs_flash_attn_and_only_plots_need_matplotlib() ->
     assert [extra for extra, names in by_extra.items() if "flash-attn" in names] == ["flash-attn"]
     assert [extra for extra, names in by_extra.items() if "matplotlib" in names] == ["plot"]
     (own,) = (Requirement(text) for text in EXTRAS["dev"] if text.startswith("flowtrain["))
-    assert own.extras == {"gurobi", "nixl-cu12", "plot", "s3"}
+    assert own.extras == {"gurobi", "nixl-cu12", "plot", "s3", "tensorboard"}
 
 
 def test_every_extra_that_a_message_or_a_page_names_is_there() -> None:

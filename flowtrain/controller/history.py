@@ -74,8 +74,8 @@ class History:
             self._num_again += self.recorder.rewind(self.start.step, consumed_at(self.start))
         except OSError as error:
             raise RunFileError(
-                f"the run cannot go back to step {self.start.step}, since its files in {self._files.root} cannot be cut "
-                f"({error.strerror or error}): make room on the disk, then start again with --resume"
+                f"the run cannot go back to step {self.start.step}: its files in {self._files.root} cannot be cut "
+                f"({error.strerror or error}); make room on the disk, then start again with --resume"
             ) from error
 
     def went_back(self, name: str, role: Role, reason: str) -> float:

@@ -19,7 +19,6 @@ from flowtrain.controller.group_run import GroupRun
 from flowtrain.controller.history import History
 from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import prepare
-from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import check_goes_on
 from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import stop_on_signals

@@ -499,6 +499,9 @@ def test_events_are_answered_at_once_when_they_are_wanted() -> None:
         assert await soon(events) == ()
         await world.coordinator.flush_events()
         assert await soon(world.coordinator.events()) == ()
+        await world.coordinator.flush_events(hold=True)
+        assert await soon(world.coordinator.events()) == ()
+        world.coordinator._flow.log.checkpoint_written(1, "x")
         (await waiting(world.coordinator.events())).cancel()
 
     play(scenario)

@@ -19,6 +19,7 @@ from flowtrain.controller.state import (
     Restart,
     RestartAll,
     RestartBackbone,
+    RestartCounts,
     Role,
     RunState,
 )
@@ -313,10 +314,37 @@ def test_all_start_again_without_a_coordinator_once_they_ran() -> None:
     ):
         state = RunState(ACTORS, MAX_RESTARTS, 0.1, may_be_lost=True)
         state.on_backbone_started()
-        assert lose(state) == [RestartAll("killed")]
+        assert lose(state) == [RestartAll("coordinator")]
         assert state.on_failed("encoder-0", CoordinatorLostError("killed")) == state.on_coordinator_lost("again") == []
 
 
 def test_a_group_that_may_not_be_lost_ends_with_its_coordinator() -> None:
     state = state_of_a_running_backbone()
     assert "--resume" in str(failure(state.on_coordinator_lost("killed")))
+
+
+def test_a_rank_that_is_lost_after_producers_have_ended_takes_all_back() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2, may_be_lost=True)
+    state.on_backbone_started()
+    state.on_returned("feeder-0")
+    assert state.on_died("backbone-0", "killed") == [RestartAll("backbone-0")]
+    last = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2)
+    last.on_backbone_started()
+    last.on_returned("encoder-0")
+    assert "--resume" in str(failure(last.on_died("backbone-0", "killed")))
+
+
+def test_restarts_are_counted_over_all_groups_of_a_run() -> None:
+    counts = RestartCounts()
+    for group in range(2):
+        state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2, has_run=group > 0, counts=counts)
+        state.on_backbone_started()
+        state.on_died("backbone-0", "killed")
+    state.on_backbone_started()
+    assert "limits.max_backbone_restarts is 2" in str(failure(state.on_died("backbone-0", "killed")))
+
+
+def test_a_loss_while_all_start_again_takes_them_back_again() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2, may_be_lost=True, has_run=True)
+    assert state.on_died("backbone-0", "killed") == [RestartBackbone("backbone-0")]
+    assert state.on_coordinator_lost("killed") == [RestartAll("coordinator")]

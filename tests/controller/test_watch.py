@@ -12,7 +12,7 @@ import pytest
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller import watch
 from flowtrain.controller.state import Role, RunState
-from flowtrain.controller.watch import BackboneLost, CoordinatorLost, StopRequested, Watcher
+from flowtrain.controller.watch import BackboneLost, GroupLost, StopRequested, Watcher
 from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
 from flowtrain.types.events import CheckpointWritten, Event, Rejected
 from tests.controller.fake_ray import FakeRay, FakeWorkerGroup, Ref, died, not_constructed, task_error
@@ -203,8 +203,16 @@ def test_events_until_now_are_taken_while_no_rank_runs(world: World, was_answere
 
 def test_the_loss_of_the_coordinator_ends_the_group_once_the_backbone_ran(world: World) -> None:
     world.state.on_backbone_started()
-    with pytest.raises(CoordinatorLost, match="Worker exits"):
+    with pytest.raises(GroupLost, match="Worker exits") as caught:
         world.until_end(lambda: world.workers.lose_coordinator(died("Worker exits.")))
+    assert caught.value.name == "coordinator"
+
+
+def test_a_coordinator_that_dies_with_the_last_events_is_lost_too(world: World) -> None:
+    world.state.on_backbone_started()
+    backbone, others = world.all_return()
+    with pytest.raises(GroupLost):
+        world.until_end(backbone, lambda: (others(), world.workers.lose_coordinator(died("Worker exits."))))
 
 
 def test_a_coordinator_that_does_not_answer_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +223,7 @@ def test_a_coordinator_that_does_not_answer_is_lost(world: World, monkeypatch: p
     def minutes_pass() -> None:
         monkeypatch.setattr(watch.time, "monotonic", lambda: now_s + 1000.0)
 
-    with pytest.raises(CoordinatorLost, match=r"limits\.coordinator_timeout_s \(60 s\)"):
+    with pytest.raises(GroupLost, match=r"limits\.coordinator_timeout_s \(60 s\)"):
         world.until_end(lambda: None, minutes_pass)
 
 

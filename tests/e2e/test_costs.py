@@ -30,12 +30,12 @@ CAPACITY = 128
 class TimedRank(BackboneRank):
     """Notes the costs of each plan with its lengths, and reports the times of a backbone whose costs are known."""
 
-    def _report(self, plan, result, started, microbatch_s, rewound_to) -> bool:  # type: ignore[no-untyped-def]
+    def _report(self, plan, result, started, microbatch_s, *rest) -> bool:  # type: ignore[no-untyped-def]
         assert len(microbatch_s) == plan.num_slots and all(0.0 < seconds < 60.0 for seconds in microbatch_s)
         lengths = [plan.microbatch_lengths(slot, self._dp_rank) for slot in range(plan.num_slots)]
         with (Path(self._config.runs_dir) / f"{self._config.name}-plans").open("a") as file:
             file.write(json.dumps({"step": plan.unit.step, "lengths": lengths, "costs": plan.costs}) + "\n")
-        return super()._report(plan, result, started, tuple(TRUE(each) for each in lengths), rewound_to)
+        return super()._report(plan, result, started, tuple(TRUE(each) for each in lengths), *rest)
 
 
 def plans_of(config: RunConfig) -> list[dict[str, Any]]:

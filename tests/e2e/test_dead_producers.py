@@ -26,7 +26,7 @@ from flowtrain.data.feed import Feed
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, TEXT_PART, Rejection
+from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, TEXT_PART
 from tests.e2e.disturbed import BATCH, check_same_end, config_of, json_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a limit of its own
@@ -117,8 +117,8 @@ class DyingEncoder(Encoder):
         note(self._config, self._name, "encode", work.lease.needed)
         return super().encode(work)
 
-    def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
-        super()._hand_in(member, ready, rejections)
+    def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], work: Work) -> None:
+        super()._hand_in(member, ready, work)
         note(self._config, self._name, "hand in", [part.position for part in ready])
 
 

@@ -31,19 +31,19 @@ NUM_IN_VAIN = 5
 class HoldingEncoder(Encoder):
     """Hands everything in at once but the held position, which waits until the test opens the gate."""
 
-    def _hand_in(self, member, ready, rejections) -> None:  # type: ignore[no-untyped-def]
+    def _hand_in(self, member, ready, work) -> None:  # type: ignore[no-untyped-def]
         if any(part.position == HELD_POSITION for part in ready):
-            threading.Thread(target=self._hand_in_later, args=(member, ready, rejections), daemon=True).start()
+            threading.Thread(target=self._hand_in_later, args=(member, ready, work), daemon=True).start()
             return
-        super()._hand_in(member, ready, rejections)
+        super()._hand_in(member, ready, work)
         with (Path(self._config.runs_dir) / "encoded").open("a") as file:
             file.writelines(f"{part.position}\n" for part in ready)
 
-    def _hand_in_later(self, member, ready, rejections) -> None:  # type: ignore[no-untyped-def]
+    def _hand_in_later(self, member, ready, work) -> None:  # type: ignore[no-untyped-def]
         gate = Path(self._config.runs_dir) / "gate"
         while not gate.exists():
             time.sleep(0.02)
-        super()._hand_in(member, ready, rejections)
+        super()._hand_in(member, ready, work)
 
 
 class NotingRank(BackboneRank):
@@ -61,7 +61,7 @@ class NotingCoordinator(Coordinator):
 
     runs_dir: str
 
-    def __init__(self, make_flow: Callable[[], Any]) -> None:
+    def __init__(self, make_flow: Callable[[], Any], *rest: object) -> None:
         super().__init__(make_flow, poll_s=0.1)
 
     async def locate(self, *args, **kwargs):  # type: ignore[no-untyped-def]

@@ -155,8 +155,7 @@ def test_a_run_that_lost_a_rank_goes_on_under_another_shape(directory: Path, alo
     run_training(config, resume=True)
     assert len(metrics_of(config)) == NUM_STEPS_RESUMED
     check_same(config, metrics_of(alone))
-    first = {name: text for name, text in answers(run_dir(alone)).items() if name.startswith("generated/2/")}
-    assert answers(run_dir(config)) == first != {}
+    assert answers(run_dir(config)) == answers(run_dir(alone)) != {}
     ours, theirs = (export_run(run_dir(each).root).directory for each in (config, alone))
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
     weights = [load_file(path / "model.safetensors") for path in (ours, theirs)]

@@ -56,7 +56,7 @@ class CpuMeter:
 def cpu_seconds(command: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> float:
     """Run a command to the end of all its processes, and return their processor seconds.
 
-    Raises RuntimeError, with the end of what it said, if it fails or leaves processes behind.
+    Raises RuntimeError, with the end of what it said, if it fails or leaves processes.
     """
     # Processes whose parent is gone become children of this one, so that none is lost.
     ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

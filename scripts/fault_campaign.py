@@ -99,7 +99,7 @@ class Suffered:
 
 
 class AuditFailed(Exception):
-    """A run has lost or repeated something, or left something behind."""
+    """A run has lost or repeated something, or left processes or memory."""
 
 
 def planned_faults(seed: int, run: int, roles: list[str]) -> list[Planned]:
@@ -145,7 +145,7 @@ def check_left(running: Driver, code: int) -> None:
 
     while (left := actors()) or running.memory_left():
         if time.monotonic() > deadline_s:
-            raise AuditFailed(running.report(f"left behind: {left}, {running.memory_left()}"))
+            raise AuditFailed(running.report(f"processes and memory that are left: {left}, {running.memory_left()}"))
         time.sleep(0.1)
 
 
@@ -189,7 +189,7 @@ class CampaignRun:
 
     @property
     def _may_hit(self) -> bool:
-        """One fault after the other, or at once, while the last is being mended."""
+        """One fault after the other, or at once, while the run recovers from the last."""
         return not self._open or self._rng.random() < 0.002
 
     @property

@@ -58,7 +58,7 @@ class GroupRun:
         In any case all actors end.
 
         may_be_lost: once all actors run, raise GroupLost when the coordinator is lost; else that is an error.
-        again: called when all actors run; None: they run for the first time, which the stream is told.
+        again: called when all actors run; None: they run for the first time, which the stream shows.
         """
         self._display.phase("starting actors, which load their models")
         coordinator = self._start_coordinator(classes)
@@ -186,7 +186,7 @@ class GroupRun:
 
     def _on_turn(self, desk: TraceDesk) -> None:
         desk.poll()
-        if self._config.emulation is None:  # an emulated device waits as long as it is told
+        if self._config.emulation is None:  # an emulated device waits as long as its cost says
             self._hangs.poll()
 
     def _recover(self, lost: BackboneLost) -> None:

@@ -38,7 +38,8 @@ def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float],
     answers: of the ranks that say what they do. silent_s: for how long each of the others has said nothing.
 
     A rank that is silent for too long hangs. Otherwise all ranks must be in one action for too long, and none of them
-    in one that may last: a rank that is only slow moves on, and then so do the others. Then the one behind all hangs.
+    in one that may last: a rank that is only slow moves on, and then so do the others. Then the one that has begun
+    least hangs.
     """
     silent = max(silent_s, key=silent_s.__getitem__, default=None)
     if silent is not None:

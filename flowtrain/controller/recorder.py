@@ -92,7 +92,7 @@ class Recorder:
     def restarted(self, name: str, role: Role, reason: str) -> None:
         """Record that an actor died and is started again.
 
-        It is told once the new one works or dies too, at the latest when the run ends.
+        The event comes once the new one works or dies too, at the latest when the run ends.
         """
         self._meter.restarted()
         self._tell_restart(name)

@@ -116,7 +116,7 @@ class RunState:
     counts.
     max_backbone_restarts: of the whole backbone in this run.
     may_be_lost: whether all may start again when the coordinator is lost.
-    has_run: an earlier group has run, so a start that fails is worth another one.
+    has_run: an earlier group has run, so a start that fails is worth another one, if there may be one.
     counts: of the run's earlier groups; it is counted on.
     """
 
@@ -140,7 +140,7 @@ class RunState:
         self._counts = counts if counts is not None else RestartCounts()
         self._backbone = {name: role for name, role in actors.items() if role is Role.BACKBONE}
         self._max_backbone_restarts = max_backbone_restarts
-        self._backbone_runs = has_run
+        self._backbone_runs = has_run and may_be_lost
         self._is_backbone_down = False
         self._has_producers_ended = False
         self._may_be_lost = may_be_lost

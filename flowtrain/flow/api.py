@@ -138,7 +138,7 @@ class CoordinatorApi(Protocol):
     async def flush_events(self, hold: bool = False) -> None:
         """Answer the waiting ``events`` at once; if none waits, the next one.
 
-        hold: after this answer no event is told until the run has gone back (``rewind``).
+        hold: after this answer ``events`` waits until the run has gone back (``rewind``).
         """
         ...
 

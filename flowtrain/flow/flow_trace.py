@@ -84,7 +84,7 @@ class FlowTrace:
             self._log.counters((Counter(name, "pool dram", now_s, {"used bytes": 0.0, "free bytes": 0.0}),))
 
     def joined(self, name: str) -> None:
-        """Note that a process has joined; one that was lost is back with it, which the driver hears of too."""
+        """Note that a process has joined; one that was lost is back with it, which is an event too."""
         if (lost_s := self._lost_s.pop(name, None)) is not None:
             now_s = self._log.now_s
             self.record((Span(name, "restart", lost_s, now_s),))

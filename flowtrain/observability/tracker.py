@@ -29,7 +29,7 @@ class Tracker:
         self._make = make
         self._clock = clock
         self._events: queue.Queue[RunEvent | None] = queue.Queue(MAX_WAITING)
-        # What happened before the start; None once it is passed on. A tracker hears of the start first.
+        # What happened before the start; None once it is passed on. A tracker gets the start first.
         self._early: list[RunEvent] | None = []
         self._lock = threading.Lock()
         self._is_off = False

@@ -111,7 +111,7 @@ class CheckpointFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """An actor died and was started again. It is told once the new one works or dies too, or the run ends."""
+    """An actor died and was started again. The event comes once the new one works or dies too, or the run ends."""
 
     step: int
     role: str

@@ -13,7 +13,7 @@ class Whereabouts:
     """Index of the unit; -1: none yet."""
     step: int
     place: int
-    """How many things it has begun in the unit. Of ranks that wait for each other, the one behind is waited for."""
+    """How many things it has begun in the unit. Ranks that wait for each other wait for the one with the fewest."""
     what: str
     """An action of its list, or another part of a unit."""
     for_s: float

@@ -348,3 +348,8 @@ def test_a_loss_while_all_start_again_takes_them_back_again() -> None:
     state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2, may_be_lost=True, has_run=True)
     assert state.on_died("backbone-0", "killed") == [RestartBackbone("backbone-0")]
     assert state.on_coordinator_lost("killed") == [RestartAll("coordinator")]
+
+
+def test_the_last_group_that_may_start_fails_with_its_start() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2, may_be_lost=False, has_run=True)
+    assert "--resume" in str(failure(state.on_died("backbone-0", "killed")))

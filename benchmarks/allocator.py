@@ -35,7 +35,8 @@ from flowtrain.controller.planning.planned import planned_model
 from flowtrain.controller.planning.request import device_times, surrogates
 from flowtrain.costs.cluster import Cluster, data_sheet_device_type
 from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.operators import OperatorRules
+from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.types.run_plan import Mode
 
@@ -89,7 +90,7 @@ def comparison_s(path: Path, device: str, num_devices: int, solver: str) -> floa
     )
     started = time.perf_counter()
 
-    times_of = device_times(config, Efficiency(), profile=None)
+    times_of = device_times(config, OperatorRules(), profile=None)
     compare_modes(asked, surrogates(times_of), Solver(solver), MODES, times_of=times_of)
     return time.perf_counter() - started
 

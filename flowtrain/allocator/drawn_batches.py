@@ -16,6 +16,8 @@ from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.types.plan import CostModel
 
 MOST_BATCHES = 8
+SIMULATED_BATCHES = 4
+"""The first ones, which have the data's mix as all have; lists of long pipelines take time to build."""
 _DRAWN_SAMPLES = 2048
 """Samples of all batches that ``draw`` draws by itself, if batches are small."""
 _WHOLE = 1024
@@ -67,14 +69,20 @@ class DrawnBatches:
     def draw(
         cls, workload: Workload, count: int | None = None, seed: int = 0, scheduler: SchedulerConfig | None = None
     ) -> DrawnBatches:
-        """Draw ``count`` batches, by default fewer the larger they are; one if all samples are alike."""
+        """Draw ``count`` batches, by default fewer the larger they are; one if all samples are alike.
+
+        Batches differ as a run's do, but each ``SIMULATED_BATCHES`` of them together have the data's mix: otherwise
+        the rates of all candidates would err by as much as these few batches are lighter or heavier than the data.
+        """
         if count is None:
             count = max(1, min(MOST_BATCHES, _DRAWN_SAMPLES // workload.global_batch_size))
         num_samples = len(workload.lengths)
         if num_samples == 1:
             count = 1
-        drawn = np.random.default_rng(seed).integers(num_samples, size=(count, workload.global_batch_size))
-        return cls(drawn, scheduler if scheduler is not None else SchedulerConfig())
+        generator, ordered = np.random.default_rng(seed), np.argsort(workload.lengths, kind="stable")
+        groups = [min(SIMULATED_BATCHES, count - first) for first in range(0, count, SIMULATED_BATCHES)]
+        drawn = [_spread(ordered, (size, workload.global_batch_size), generator) for size in groups]
+        return cls(np.concatenate(drawn), scheduler if scheduler is not None else SchedulerConfig())
 
     def packed(self, request: Request, dp: int) -> PackedBatches:
         """Return the batches packed for ``dp`` ranks and the request's microbatches."""
@@ -136,6 +144,17 @@ def _cost(scheduler: SchedulerConfig, request: Request) -> CostModel:
     if scheduler.cost == "profile":
         return eq3(capacity)
     return make_cost_model(scheduler.cost, capacity, request.model.backbone, request.workload.freeze)
+
+
+def _spread(ordered: IntArray, shape: tuple[int, int], generator: np.random.Generator) -> IntArray:
+    """Draw batches, ``[B, global_batch_size]``, that together have all samples equally often, as far as they go.
+
+    ordered: all samples by length. One sample comes from each of as many equal spans of them, at a random place.
+    """
+    count = shape[0] * shape[1]
+    at = (np.arange(count) + generator.random(count)) * (len(ordered) / count)
+    chosen = ordered[np.minimum(at.astype(np.int64), len(ordered) - 1)]
+    return generator.permutation(chosen).reshape(shape)
 
 
 def _parts(batch: IntArray, lengths: IntArray, size: int, count: int) -> list[IntArray]:

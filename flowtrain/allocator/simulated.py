@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.drawn import encoded_steps, replicas_of
-from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
+from flowtrain.allocator.drawn_batches import SIMULATED_BATCHES, DrawnBatches, PackedBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
@@ -24,9 +24,6 @@ from flowtrain.simulator.step import StepSimulator
 
 DeviceTimesOf = Callable[[Request, str], DeviceTimes]
 """Times of any work on a type of device, with a request's settings."""
-
-_MOST_BATCHES = 4
-"""Of the drawn ones: lists of long pipelines take time to build."""
 
 
 def simulated_run(
@@ -51,7 +48,7 @@ def simulated_run(
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
     schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
     steps: list[StepWork] = []
-    ends = packed.slot_ends[:_MOST_BATCHES]
+    ends = packed.slot_ends[:SIMULATED_BATCHES]
     for index, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
         program = simulator.named(schedule, int(last - first), packed.dp)

@@ -86,15 +86,18 @@ class Surrogate:
         times: Mapping[str, ModuleTimes],
         link_efficiency: float = 0.8,
         slices: Slices = ONE_EACH,
+        sending_efficiency: float | None = None,
     ) -> None:
         """times: by type of device.
 
         setup: its dp and tp are ignored.
-        link_efficiency: share of the links' bandwidth that is reached.
+        link_efficiency: share of the links' bandwidth that collectives reach.
         slices: how pipeline ranks share the layers; interleaved 1F1B with several chunks.
+        sending_efficiency: share that transfers reach; None: as collectives.
         """
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
-        self.times, self._link_efficiency = times, link_efficiency
+        self.times = times
+        self._sending_efficiency = link_efficiency if sending_efficiency is None else sending_efficiency
         self.chunks = slices.chunks
         # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
@@ -177,7 +180,7 @@ class Surrogate:
             sent = sent / tp
         # A rank sends over its own link, whoever else is in its node.
         link = np.where(pp * tp <= device.devices_per_node, device.links.node, device.links.network)
-        transfer = self.chunks * sent / (link * self._link_efficiency)
+        transfer = self.chunks * sent / (link * self._sending_efficiency)
         held = self.traffic.parameters(columns) if held is None else held
         gathering = self.traffic.gathering_s(columns, stage, held)
         return SlotTime(stage, transfer, gathering, self._offloading_s(columns, stage, tokens))
@@ -211,7 +214,7 @@ class Surrogate:
         """Seconds of a microbatch's copies that its forward and its backward do not hide."""
         if not self._stages[:, 3].any():
             return np.zeros(len(columns))
-        host = self._cluster[columns.device_type].links.host * self._link_efficiency
+        host = self._cluster[columns.device_type].links.host * self._sending_efficiency
         offloaded, copying = self._stages[columns.pp].T[3], np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at, setup = columns.tp == tp, replace(self._setup, tp=tp)

@@ -219,14 +219,14 @@ def _sharded(report: PlanReport) -> str:
 
 
 def _by_data_sheet(report: PlanReport) -> str:
-    share = report.efficiency
+    share = report.rules.efficiency
     figures = "; ".join(
         _figures(device, len(report.cluster.device_types) > 1) for device in report.cluster.device_types
     )
     return (
-        f"rates from data sheets, nothing was measured: {share.backbone:.0%} of the peak in the backbone's layers, "
-        f"{share.encoder:.0%} in encoders; {share.memory:.0%} of the memory's and {share.links:.0%} of the links' "
-        f"bandwidth: {figures}; microbatches {report.planned.workload.fill:.0%} full; launching kernels and decoding "
+        f"rates from data sheets, nothing was measured: {share.matmul:.0%} of the peak in the backbone's matrix "
+        f"products, {share.encoder_matmul:.0%} in encoders', {share.attention:.0%} in attention; {share.norm:.0%} of the "
+        f"memory's and {share.collective:.0%} of the links' bandwidth: {figures}; microbatches {report.planned.workload.fill:.0%} full; launching kernels and decoding "
         "images take no time"
     )
 

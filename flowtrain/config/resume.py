@@ -20,6 +20,7 @@ _MAY_CHANGE = (
     "limits.*",
     "pool.*",
     "allocator.*",
+    "costs.*",
     "data.max_rejected_fraction",
     "data.num_feeders",  # every sample is read and sized the same, whoever does it
     "data.read_ahead_blocks",

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
+from flowtrain.config.costs import CostsConfig
 from flowtrain.config.data import DataConfig
 from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
 from flowtrain.config.evaluation import best_is_known, eval_sets_have_names
@@ -55,6 +56,7 @@ class RunConfig(ConfigModel):
     scheduler: SchedulerConfig = SchedulerConfig()
     pool: PoolConfig = PoolConfig()
     allocator: AllocatorConfig = AllocatorConfig()
+    costs: CostsConfig = CostsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

@@ -135,7 +135,7 @@ def simulate_plan(
 
 def _simulated(planning: PlanReport, num_steps: int) -> Iterator[SimulatedMode]:
     planned, config = planning.planned, planning.planned.config
-    times_of = device_times(config, planning.efficiency, planning.profile)
+    times_of = device_times(config, planning.rules, planning.profile)
     surrogate_for, request = surrogates(times_of), request_of(planned, planning.cluster, planning.profile)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     for rating in planning.comparison.ratings:

@@ -20,10 +20,11 @@ from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
-from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
@@ -45,19 +46,24 @@ class DeviceTimes:
     profile: Profile | None = None
     max_batch_patches: Mapping[str, int] = field(default_factory=dict)
     decode_threads: Mapping[str, int] = field(default_factory=dict)
-    efficiency: Efficiency = field(default_factory=Efficiency)
+    rules: OperatorRules = field(default_factory=OperatorRules)
 
     def of(self, workload: Workload) -> ModuleTimes:
         """Return the times for a workload."""
         if self.profile is None:
-            return Roofline(self.device, self.model, workload, self.setup, self.efficiency)
+            return Roofline(self.device, self.model, workload, self.setup, self.rules)
         communication = TensorCommunication(self.device, self.model, workload, self.setup, self.link_efficiency)
         return ProfileTimes(self.profile, workload, communication, self.max_batch_patches, self.decode_threads)
 
     @property
     def link_efficiency(self) -> float:
-        """Share of the links' bandwidth that is reached: all of those that a profile measured."""
-        return self.efficiency.links if self.profile is None else 1.0
+        """Share of the links' bandwidth that collectives reach: all of those that a profile measured."""
+        return self.rules.link_share("collective") if self.profile is None else 1.0
+
+    @property
+    def sending_efficiency(self) -> float:
+        """As ``link_efficiency``, of transfers from one device to another."""
+        return self.rules.link_share("point_to_point") if self.profile is None else 1.0
 
     def slowdown(self, encoder: str) -> float:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
@@ -170,7 +176,7 @@ class ActionTimes:
         device = self.times.device
         sliced = TrainingSetup(dtype=setup.dtype, tp=self.degrees.tp, sequence_parallel=setup.sequence_parallel)
         per_token = layer_activation_nbytes(self.times.model.backbone, sliced, _MANY_TOKENS) / _MANY_TOKENS
-        host = device.links.host * self.times.link_efficiency
+        host = device.links.host * self.times.sending_efficiency
         return np.maximum(share * stage.num_layers * per_token * works.num_tokens / host - computing, 0.0)
 
     # --- communication --------------------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ class ActionTimes:
         FSDP gathers a layer while the one before computes, so nothing hides a forward's first. What is outside of the
         layers is there until the backward. With ``sharding: gradients`` a step's first forward alone gathers.
         """
-        held = self.parameters(stage)
+        held = self.sharded_parameters(stage)
         if of_backward:
             return self._exposed(self._gathering_s(held.layers), computing, 0.0)
         every = self._gathering_s(held.total)
@@ -251,6 +257,14 @@ class ActionTimes:
         outer += model.connector.num_parameters * stage.is_first
         return StageParameters(stage.num_layers * layer, outer / tp, layer, model.trained_share)
 
+    def sharded_parameters(self, stage: StageWork) -> StageParameters:
+        """Return those that replicas share, gather and reduce: all but a frozen encoder's, which each has whole."""
+        return self.parameters(stage) if _is_sharded(stage) else StageParameters(0.0, 0.0, 0.0)
+
+    def gathers_parameters(self, stage: StageWork) -> bool:
+        """Whether ranks gather a stage's parameters from shards."""
+        return self.gathers and _is_sharded(stage)
+
     @property
     def gathers(self) -> bool:
         """Whether parameters are in shards."""
@@ -279,4 +293,8 @@ class ActionTimes:
         """Bytes/s from a rank to the next of its pipeline; each has its own link."""
         device = self.times.device
         inside = self.degrees.replica_size <= device.devices_per_node
-        return (device.links.node if inside else device.links.network) * self.times.link_efficiency
+        return (device.links.node if inside else device.links.network) * self.times.sending_efficiency
+
+
+def _is_sharded(stage: StageWork) -> bool:
+    return stage.encoder is None or stage.has_backward

@@ -97,29 +97,31 @@ def sample_flops(
     )
 
 
-def microbatch_flops(
-    spec: ModelSpec,
-    *,
-    num_tokens: FloatArray,
-    squares: FloatArray,
-    vision_tokens: FloatArray,
-    target_tokens: FloatArray,
-    freeze: Collection[str],
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the training FLOPs of microbatches in one decoder layer, the head and the connector, each ``[M]``.
+@dataclass(frozen=True, slots=True)
+class BackbonePasses:
+    """How often forward and backward compute operators, a forward being once; of layers, means over them."""
 
-    squares: sums over sequences of their squared lengths. freeze: modules that are not trained, as in
-    ``config.frozen_modules``.
+    matrices: float
+    attention: float
+    head: int
+
+
+def backbone_passes(spec: TransformerSpec, freeze: Collection[str]) -> BackbonePasses:
+    """Return the passes of a backbone; freeze: as in ``backbone_training_flops``."""
+    passes, depth = _Passes.of(spec, freeze), spec.num_layers
+    matrices = passes.matrices / (depth * spec.layer_matmul_parameters)
+    return BackbonePasses(matrices, passes.attention / depth, passes.head)
+
+
+def connector_passes(spec: ConnectorSpec, freeze: Collection[str]) -> tuple[int, int]:
+    """Return how often forward and backward compute its first and its second linear layer.
+
+    Features of frozen encoders are constants, so they get no gradient.
     """
-    backbone = spec.backbone
-    layers = _backbone_training(backbone, num_tokens, squares, 0.0, freeze)
-    head = _backbone_training(backbone, 0.0, 0.0, target_tokens, freeze)
-    return layers / backbone.num_layers, head, _connector_training(spec.connector, vision_tokens, freeze)
-
-
-def backbone_layer_passes(spec: TransformerSpec, freeze: Collection[str]) -> float:
-    """Return the mean of the forwards that matrix products of a decoder layer take in forward and backward."""
-    return _Passes.of(spec, freeze).matrices / (spec.num_layers * spec.layer_matmul_parameters)
+    features_are_constant = "encoders" in freeze
+    if "connector" in freeze or spec.trained == 0:
+        return (1, 1) if features_are_constant else (2, 2)
+    return (2 if features_are_constant else 3), 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +162,24 @@ def _backbone_training(
 
 
 def _connector_training(spec: ConnectorSpec, num_rows: Any, freeze: Collection[str]) -> Any:
-    """Features of frozen encoders are constants, so they get no gradient."""
-    features_are_constant = "encoders" in freeze
-    if "connector" in freeze or spec.trained == 0:
-        first_passes, second_passes = (1, 1) if features_are_constant else (2, 2)
-    else:
-        first_passes, second_passes = (2 if features_are_constant else 3), 3
+    first_passes, second_passes = connector_passes(spec, freeze)
     first, second = spec.feature_dim * spec.hidden_size, spec.levels * spec.hidden_size * spec.out_dim
     return 2.0 * num_rows * (first_passes * first + second_passes * second)
+
+
+def images_tokens(spec: VisionSpec, num_images: IntArray, num_patches: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return the tokens of samples' images in an encoder's layers, and the sums of each image's squared, ``[S]``."""
+    each, more = np.divmod(num_patches, np.maximum(num_images, 1))
+    tokens = (each + spec.num_prefix_tokens).astype(np.float64)
+    squares = more * (tokens + 1) ** 2 + (num_images - more) * tokens**2
+    return (num_patches + spec.num_prefix_tokens * num_images).astype(np.float64), squares
 
 
 def _encoder_training(
     spec: VisionSpec, num_images: IntArray, num_patches: IntArray, freeze: Collection[str]
 ) -> FloatArray:
     patch_passes, layer_passes = (1, 1) if "encoders" in freeze else (2, 3)
-    each, more = np.divmod(num_patches, np.maximum(num_images, 1))
-    tokens = (each + spec.num_prefix_tokens).astype(np.float64)
-    squares = more * (tokens + 1) ** 2 + (num_images - more) * tokens**2
-    num_tokens = num_patches + spec.num_prefix_tokens * num_images
+    num_tokens, squares = images_tokens(spec, num_images, num_patches)
     layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * squares * spec.hidden_size
     outside = 2.0 * patch_passes * num_patches * spec.patch_matmul_parameters
     merging = 2.0 * num_patches / spec.patches_per_row * spec.merging_matmul_parameters

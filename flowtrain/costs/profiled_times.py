@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
-from flowtrain.costs.flops import FloatArray, backbone_layer_passes
+from flowtrain.costs.flops import FloatArray, backbone_passes
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
@@ -177,7 +177,8 @@ def _passes(setup: TrainingSetup) -> float:
 def _trained_share(model: ModelSpec, workload: Workload) -> float:
     """Time of a layer over that of a measured one: a profile's layers are all trained, or frozen as a module."""
     whole = replace(model.backbone, trained=None)
-    return backbone_layer_passes(model.backbone, workload.freeze) / backbone_layer_passes(whole, workload.freeze)
+    some, every = (backbone_passes(each, workload.freeze).matrices for each in (model.backbone, whole))
+    return some / every
 
 
 def _measured_setup(setup: TrainingSetup, model: Mapping[str, Any]) -> TrainingSetup:

@@ -1,36 +1,27 @@
-"""Computed module times: the longer of FLOPs over an achievable share of the peak and bytes over bandwidth."""
+"""Computed module times: the sum over operators, each by its class's rule (``costs.operators``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from flowtrain.costs import layers
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
-from flowtrain.costs.flops import FloatArray, microbatch_flops
+from flowtrain.costs.flops import FloatArray, backbone_passes, connector_passes, images_tokens
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
-from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.costs.module_times import mean_with_images
+from flowtrain.costs.operators import Operator, OperatorRules
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 
 _OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
 """Float32 numbers moved per parameter: weight, gradient and states read, weight and states written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of a data sheet's figures that are reached: assumptions, used without a measured profile."""
-
-    backbone: float = 0.65
-    """Of the peak FLOP/s inside a decoder layer, between communications."""
-    encoder: float = 0.5
-    """Of the peak FLOP/s inside an encoder's layer."""
-    memory: float = 0.8
-    """Of the memory bandwidth."""
-    links: float = 0.8
-    """Of the links' bandwidth in collectives."""
+_LOSS_PASSES = 3
+"""Times that logits are moved in forward and backward: written, read, and written as gradient."""
 
 
 class Roofline:
@@ -42,61 +33,61 @@ class Roofline:
         model: ModelSpec,
         workload: Workload,
         setup: TrainingSetup,
-        efficiency: Efficiency | None = None,
+        rules: OperatorRules | None = None,
     ) -> None:
         self._device, self._model, self._workload, self._setup = device_type, model, workload, setup
-        self._efficiency = efficiency if efficiency is not None else Efficiency()
-        self._communication = TensorCommunication(device_type, model, workload, setup, self._efficiency.links)
+        self._rules = rules if rules is not None else OperatorRules()
+        share = self._rules.link_share("collective")
+        self._communication = TensorCommunication(device_type, model, workload, setup, share)
         self._images_s: dict[tuple[str, int, bool], FloatArray] = {}
-        tokens, flops = workload.tokens_per_sample, workload.flops(model)
-        head = workload.head_flops(model)
-        layers = float(flops.backbone.mean()) - head
-        self._layer_flops = layers / tokens / model.backbone.num_layers * (1.0 + recomputed_share(setup) / 3.0)
-        self._head_flops = head / tokens
-        self._connector_flops = float(flops.connector.mean()) / tokens
+        self._passes = backbone_passes(model.backbone, workload.freeze)
+        lengths = workload.lengths.astype(np.float64)
+        self._squares_per_token = float(np.square(lengths).sum() / lengths.sum())
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._layers_s(self._layer_flops * num_tokens, num_tokens, tp)
+        return self._layers_s(num_tokens, self._squares_per_token * num_tokens, tp)
 
-    def _layers_s(self, flops: FloatArray, num_tokens: FloatArray, tp: int) -> FloatArray:
-        backbone = self._model.backbone
-        passes = 3.0 + recomputed_share(self._setup)
-        weights = passes * self._setup.dtype_nbytes * backbone.layer_matmul_parameters
-        computing = self._computing(flops, weights, tp)
-        return computing + self._communication.layer_s(num_tokens, tp)
+    def _layers_s(self, num_tokens: FloatArray, squares: FloatArray, tp: int) -> FloatArray:
+        layer, passes = layers.decoder_layer(self._model.backbone, self._setup, tp, num_tokens, squares), self._passes
+        again, moves_again = recomputed_share(self._setup), self._setup.share_of_layers("selective")
+        return (
+            (passes.matrices + again) * self._seconds(layer.matrices)
+            + (passes.attention + again) * self._seconds(layer.attention)
+            + (passes.attention + again + moves_again) * self._seconds(layer.moves)
+            + self._communication.layer_s(num_tokens, tp)
+        )
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        communication = self._communication.head_s(num_tokens, self._workload.target_share * num_tokens, tp)
-        return self._heads_s(self._head_flops * num_tokens, tp) + communication
+        return self._heads_s(num_tokens, self._workload.target_share * num_tokens, tp)
 
-    def _heads_s(self, flops: FloatArray, tp: int) -> FloatArray:
-        return self._computing(flops, 3.0 * self._setup.dtype_nbytes * self._model.backbone.head_parameters, tp)
+    def _heads_s(self, num_tokens: FloatArray, num_target_tokens: FloatArray, tp: int) -> FloatArray:
+        head = layers.head(self._model.backbone, self._setup, tp, num_target_tokens)
+        computing = self._passes.head * self._seconds(head.matrices) + _LOSS_PASSES * self._seconds(head.moves)
+        return computing + self._communication.head_s(num_tokens, num_target_tokens, tp)
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._connectors_s(self._connector_flops * num_tokens, tp)
+        return self._connectors_s(self._workload.vision_share * num_tokens, tp)
 
-    def _connectors_s(self, flops: FloatArray, tp: int) -> FloatArray:
-        return self._computing(flops, 3.0 * self._setup.dtype_nbytes * self._model.connector.num_parameters, tp)
+    def _connectors_s(self, num_rows: FloatArray, tp: int) -> FloatArray:
+        parts = layers.connector(self._model.connector, self._setup, tp, num_rows)
+        passes = connector_passes(self._model.connector, self._workload.freeze)
+        return sum(
+            (
+                each * (self._seconds(part.matrices) + self._seconds(part.moves))
+                for each, part in zip(passes, parts, strict=True)
+            ),
+            np.zeros_like(num_rows),
+        )
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
         """As ``ModuleTimes``."""
-        layer, head, connector = microbatch_flops(
-            self._model,
-            num_tokens=works.num_tokens,
-            squares=works.squares,
-            vision_tokens=works.vision_tokens,
-            target_tokens=works.target_tokens,
-            freeze=self._workload.freeze,
-        )
-        layer = layer * (1.0 + recomputed_share(self._setup) / 3.0)
-        communication = self._communication.head_s(works.num_tokens, works.target_tokens, tp)
         return MicrobatchSeconds(
-            self._layers_s(layer, works.num_tokens, tp),
-            self._heads_s(head, tp) + communication,
-            self._connectors_s(connector, tp),
+            self._layers_s(works.num_tokens, works.squares, tp),
+            self._heads_s(works.num_tokens, works.target_tokens, tp),
+            self._connectors_s(works.vision_tokens, tp),
         )
 
     def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
@@ -107,17 +98,21 @@ class Roofline:
         return self._images_s[key]
 
     def _computed_images_s(self, encoder: str, tp: int, in_ranks: bool) -> FloatArray:
-        _, num_patches = self._workload.images[encoder]
+        spec, (num_images, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
         passes, reductions = encoder_passes(self._setup, self._workload.freeze)
-        # FLOPs of a trained encoder have its backward, but nothing that is recomputed.
-        flops = self._workload.images_flops(self._model, encoder) * max(passes / 3.0, 1.0)
-        computing = flops / (tp * self._device.flops * self._efficiency.encoder)
+        layer = layers.encoder_layer(spec, self._setup, tp, *images_tokens(spec, num_images, num_patches))
+        embedding = layers.patch_embedding(spec, self._setup, tp, num_patches)
+        # Patches have no gradient, but their weights have one.
+        embeddings = 1.0 if FROZEN_ENCODERS[0] in self._workload.freeze else 2.0
+        computing = spec.num_layers * passes * self._seconds((*layer.matrices, *layer.attention, *layer.moves))
+        computing = computing + embeddings * self._seconds(embedding.matrices)
+        computing = computing + self._seconds(layers.merging(spec, self._setup, tp, num_patches).matrices)
         computing = computing + reductions * self._communication.images_s(encoder, tp)
         if in_ranks:
             return computing
-        num_rows = num_patches / self._model.encoders[encoder].patches_per_row
-        rows = num_rows * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
-        return np.maximum(computing, rows / (tp * self._device.links.network * self._efficiency.links))
+        rows = num_patches / spec.patches_per_row * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
+        sending = Operator("point_to_point", sent_nbytes=rows / tp)
+        return np.maximum(computing, self._rules.seconds(sending, self._device, self._device.links.network))
 
     def sample_s(self, encoder: str, tp: int) -> float:
         """As ``ModuleTimes``."""
@@ -130,7 +125,8 @@ class Roofline:
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; the optimizer's memory traffic."""
         moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * num_parameters
-        return moved / (self._device.bandwidth * self._efficiency.memory)
+        seconds: FloatArray = self._rules.seconds(Operator("optimizer", nbytes=moved), self._device)
+        return seconds
 
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""
@@ -146,6 +142,6 @@ class Roofline:
         """As ``ModuleTimes``; data sheets are of accelerators."""
         return np.zeros_like(num_microbatches)
 
-    def _computing(self, flops: FloatArray, weights_nbytes: float, tp: int) -> FloatArray:
-        arithmetic = flops / (tp * self._device.flops * self._efficiency.backbone)
-        return np.maximum(arithmetic, weights_nbytes / (tp * self._device.bandwidth * self._efficiency.memory))
+    def _seconds(self, operators: Iterable[Operator]) -> Any:
+        """Seconds of operators one after another; 0 if there are none."""
+        return sum(self._rules.seconds(each, self._device) for each in operators)

@@ -19,6 +19,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.costs.action_times import DeviceTimes
 from flowtrain.costs.cluster import DeviceType, data_sheet_device_type
 from flowtrain.costs.configured_setup import configured_setup
+from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.data.images import image_size
 from flowtrain.data.rejections import errors_of_image, rejected
@@ -157,6 +158,7 @@ class EmulatedProcess:
                     self.run.profile,
                     {name: encoder.max_batch_patches for name, encoder in config.encoders.items()},
                     {name: encoder.decode_threads for name, encoder in config.encoders.items()},
+                    OperatorRules.of(config.costs),
                 )
             return self._times[module]
 

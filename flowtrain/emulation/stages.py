@@ -84,7 +84,8 @@ class EmulatedStages:
         """See ``StageRuntime``; a gather of parameters that takes longer than the forward is waited for."""
         at, key = self.clock.now(), (action.module, action.stage)
         seconds = self._times.forward_s(self._works[key], self._microbatch_work(action, microbatch))
-        gathers = self._times.gathers and (self._gathers_each or key not in self._gathered)
+        gathers = self._times.gathers_parameters(self._works[key])
+        gathers = gathers and (self._gathers_each or key not in self._gathered)
         self._gathered.add(key)
         exposed = self._times.gather_s(self._works[key], seconds) if gathers else 0.0
         self._run("forward", action, microbatch, at, seconds, exposed, meets=gathers)

@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 import numpy as np
 
 from flowtrain.costs.flops import IntArray
-from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule, StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.partition import Partition
 from flowtrain.simulator.program import Computations, Fetches, Group, Meets, Op, Program, Transfers
@@ -37,6 +37,12 @@ class _Builder:
     def __init__(self, partition: Partition, lists: Schedule, meets: Meets | None) -> None:
         self._places = {(stage.module, stage.index): place for place, stage in enumerate(partition.stages)}
         self._meets = meets
+        # Each replica has a frozen encoder whole: nothing of it is gathered.
+        self._whole = {
+            place
+            for place, stage in enumerate(partition.stages)
+            if stage.module is StageModule.ENCODER and not stage.has_backward
+        }
         self._first = [0]
         self._op: list[int] = []
         self._index: list[int] = []
@@ -101,6 +107,8 @@ class _Builder:
         is_first = place not in begun
         begun.add(place)
         meets, number = self._meets, len(self._computations)
+        if place in self._whole:
+            meets = None
         if meets is not None and (meets.gathers == "each" or (meets.gathers == "once" and is_first)):
             self._add(Op.MEET, Group.SHARDS)
         key = place, action.microbatch, _part(action)

@@ -128,13 +128,14 @@ class StepSimulator:
     def _measured_s(self, stage: Stage) -> tuple[float, float] | None:
         """A stage's share of its rank's gathers of a microbatch and of a reduction, where a profile has them."""
         times = self.times
-        own = times.parameters(self._work(stage)).total
-        whole = sum(times.parameters(self._work(each)).total for each in self.partition.of_rank(stage.rank))
+        own = times.sharded_parameters(self._work(stage)).total
+        whole = sum(times.sharded_parameters(self._work(each)).total for each in self.partition.of_rank(stage.rank))
         asked = times.times.setup.sharding, np.array([whole]), np.array([times.shard_size])
         measured = times.times.of_any_data.replicas_s(*asked)
         if measured is None:
             return None
-        gathering, reducing = (own / whole * float(each[0]) for each in measured)
+        share = own / whole if whole else 0.0
+        gathering, reducing = (share * float(each[0]) for each in measured)
         return gathering, reducing
 
     def _transfers_s(self, transfers: Transfers, works: MicrobatchColumns, at: IntArray) -> FloatArray:

@@ -96,7 +96,7 @@ def test_reductions_with_each_microbatch_cost_as_many_times_as_much() -> None:
 def test_groups_of_shards_sum_over_the_network_once() -> None:
     """Each device has another shard, so it has its network link for itself."""
     setup = replace(SETUP, sharding="hybrid")
-    slow = step(device(flops=989e20, network=1e9), setup, 32)
+    slow = step(replace(device(flops=989e20, network=1e9), bandwidth=1e20), setup, 32)
     between = 2 * 3 / 4 * 4 * PARAMETERS / 8 / 1e9
     inside = 4 * 7 / 8 * (PARAMETERS + LAYER + OUTER) / NODE
     assert slow.reducing[0] == pytest.approx(between + inside, rel=1e-3)

@@ -78,7 +78,7 @@ def test_json_says_what_the_text_says() -> None:
         assert value in text
     assert backbone["devices"] == backbone["degrees"]["dp"] * backbone["degrees"]["pp"] * backbone["degrees"]["tp"]
     assert f"backbone.pipeline_parallel_size={backbone['degrees']['pp']}" in record["overrides"]
-    assert record["assumptions"]["efficiency"]["backbone"] == 0.65
+    assert record["assumptions"]["efficiency"]["matmul"] == 0.68
     found = record["workload"]
     assert f"{record['tokens_per_s']:,.0f} tokens/s" in text and f"batch {found['global_batch_size']:,} samples" in text
     assert record["tokens_per_s"] == pytest.approx(record["rate"] * found["tokens_per_sample"])

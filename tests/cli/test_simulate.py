@@ -37,7 +37,7 @@ def test_all_modes_stand_side_by_side_the_fastest_first() -> None:
     for each in modes:
         # The formula has even microbatches; it is close where there is no pipeline.
         assert each["rate"] == pytest.approx(each["rate_formula"], rel=0.1)
-        assert 0.0 < each["mfu"] < 0.65, "of which 0.65 is assumed to be reached inside layers"
+        assert 0.0 < each["mfu"] < 0.68, "of which 0.68 is assumed to be reached in matrix products"
         assert 0.0 <= each["starved"] < 1.0 and 0.0 <= each["bubble"] < 1.0
 
 
@@ -99,4 +99,4 @@ def test_one_device_carries_both_sides() -> None:
     report = flowtrain.simulate(QUICKSTART, ["mode=decoupled", "allocator.choose=[]"], devices=1, device="h200")
     (mode,) = report.modes
     assert mode.rate == pytest.approx(mode.rating.rate, rel=0.02)
-    assert mode.rating.devices == 1 and mode.mfu < 0.65
+    assert mode.rating.devices == 1 and mode.mfu < 0.68

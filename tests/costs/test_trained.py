@@ -14,7 +14,7 @@ from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.memory import backbone_memory
 from flowtrain.costs.activations import chunk_activation_nbytes
 from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.flops import backbone_layer_passes, backbone_training_flops
+from flowtrain.costs.flops import backbone_passes, backbone_training_flops
 from flowtrain.costs.hf_config import from_hf_text_config
 from flowtrain.costs.memory import predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
@@ -110,7 +110,7 @@ def test_a_frozen_module_is_the_same_by_its_name_and_by_a_pattern() -> None:
     for targets in (0, 5):
         counted = backbone_training_flops(by_name.backbone, [7, 9], ("encoders",), targets)
         assert counted == backbone_training_flops(plain, [7, 9], freeze, targets)
-    assert backbone_layer_passes(by_name.backbone, ()) == backbone_layer_passes(plain, freeze) == 2
+    assert backbone_passes(by_name.backbone, ()).matrices == backbone_passes(plain, freeze).matrices == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

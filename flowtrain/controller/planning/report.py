@@ -23,10 +23,10 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.controller.planning.request import device_times, request_of, surrogates
 from flowtrain.costs.cluster import Cluster
+from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.costs.profile_trials import trial_conditions, why_not_used
-from flowtrain.costs.roofline import Efficiency
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import ConfigError, Fault
 from flowtrain.types.run_plan import Mode, Plan
@@ -46,7 +46,7 @@ class PlanReport:
     setup: TrainingSetup
     """With the settings of the winner; its dp and tp are 1."""
     budget: MemoryBudget
-    efficiency: Efficiency
+    rules: OperatorRules
     comparison: ModeComparison
     plan: Plan
     profile: Profile | None = None
@@ -135,7 +135,7 @@ class PlanReport:
             "allocation": self.comparison.allocation.to_dict() if self.comparison.allocation is not None else None,
             "assumptions": {
                 "profile": self.profile.source if self.profile is not None else None,
-                "efficiency": asdict(self.efficiency) if self.profile is None else None,
+                "efficiency": asdict(self.rules.efficiency) if self.profile is None else None,
                 "interference": dict(zip(("factor", "is_measured"), self.interference, strict=True)),
                 "memory": asdict(self.budget),
                 "fill": self.planned.workload.fill,
@@ -186,10 +186,10 @@ def make_report(
 
     where: whose devices ``asked.at_hand`` are.
     """
-    config, efficiency = planned.config, Efficiency()
+    config, rules = planned.config, OperatorRules.of(planned.config.costs)
     cluster = cluster_of(asked, planned, profile)
     request = request_of(planned, cluster, profile)
-    times_of = device_times(config, efficiency, profile)
+    times_of = device_times(config, rules, profile)
     surrogate_for = surrogates(times_of)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     trials, unused = () if profile is None else profile.trials, None
@@ -212,7 +212,7 @@ def make_report(
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
     plan = startable_plan(planned, winner, cluster)
     return PlanReport(
-        planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where, asked, unused
+        planned, cluster, setup, request.budget, rules, comparison, plan, profile, where, asked, unused
     )
 
 

@@ -13,9 +13,9 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.costs.action_times import DeviceTimes
 from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.configured_setup import configured_setup
+from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU
-from flowtrain.costs.roofline import Efficiency
 
 
 def request_of(planned: Planned, cluster: Cluster, profile: Profile | None) -> Request:
@@ -39,14 +39,14 @@ def request_of(planned: Planned, cluster: Cluster, profile: Profile | None) -> R
     )
 
 
-def device_times(config: RunConfig, efficiency: Efficiency, profile: Profile | None) -> DeviceTimesOf:
+def device_times(config: RunConfig, rules: OperatorRules, profile: Profile | None) -> DeviceTimesOf:
     """Return the times of any work with a request's settings; profile: None for rates from data sheets."""
     threads = {name: encoder.decode_threads for name, encoder in config.encoders.items()}
 
     def times_of(request: Request, device_type: str) -> DeviceTimes:
         device, freeze = request.cluster[device_type], request.workload.freeze
         return DeviceTimes(
-            device, request.model, request.setup, freeze, profile, request.max_batch_patches, threads, efficiency
+            device, request.model, request.setup, freeze, profile, request.max_batch_patches, threads, rules
         )
 
     return times_of
@@ -61,9 +61,12 @@ def surrogates(times_of: DeviceTimesOf) -> SurrogateFactory:
         if key not in made:
             of = {each.name: times_of(request, each.name) for each in request.cluster.device_types}
             times = {name: each.of(request.workload) for name, each in of.items()}
-            links = next(iter(of.values())).link_efficiency
+            one = next(iter(of.values()))
             cluster, model, workload = request.cluster, request.model, request.workload
-            made[key] = Surrogate(cluster, model, workload, request.setup, times, links, request.slices)
+            shares = one.link_efficiency, one.sending_efficiency
+            made[key] = Surrogate(
+                cluster, model, workload, request.setup, times, shares[0], request.slices, shares[1]
+            )
         return made[key]
 
     return surrogate_for

@@ -40,7 +40,7 @@ def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | N
 
 def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     """The devices, the encoders' and the backbone's times, and what else takes time."""
-    profile, facts = report.profile, report.profile.facts
+    profile, facts = report.profile, report.profile.known_facts
     link = "" if facts.link is None else f", {facts.link / 1e9:.3g} GB/s to the others"
     yield facts_table(
         [

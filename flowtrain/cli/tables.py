@@ -139,7 +139,7 @@ def summary_table(summary: RunSummary) -> Table:
     if summary.num_skipped:
         table.add_row("skipped", f"{summary.num_skipped} steps so far, which were not finite: {run.metrics}")
     if summary.cost_r2 is not None:
-        table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
+        table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.profile}")
     if summary.emulated is not None:
         table.add_row("emulated", summary.emulated)
     if summary.host_warning is not None:

@@ -24,7 +24,7 @@ class SchedulerConfig(ConfigModel):
     """Capacity of one packed microbatch. ``data.max_seq_len`` limits one sample."""
     cost: Literal["eq3", "tokens", "flops", "profile"] = "eq3"
     cost_profile: str | None = None
-    """The fitted costs that ``cost: profile`` uses: a ``cost_profile.json`` that an earlier run of this model wrote."""
+    """The fitted costs that ``cost: profile`` uses: a ``profile.json`` that an earlier run of this model wrote."""
     num_buckets: int = Field(4, ge=1)
     """Number of classes of similar cost."""
     dispatch: Literal["lpt", "zigzag", "round_robin"] = "lpt"

@@ -194,7 +194,7 @@ def _a_frozen_cost_is_given(config: RunConfig) -> Iterator[Fault]:
             "scheduler.cost_profile",
             FaultCode.CONFLICT,
             f"scheduler.cost ('profile') needs scheduler.cost_profile with data.order ({order!r}), whose costs are "
-            "fixed from the start; give the cost_profile.json that an earlier run of this model wrote into its "
+            "fixed from the start; give the profile.json that an earlier run of this model wrote into its "
             "directory, or set data.order to 'arrival', which fits costs during the run",
         )
 

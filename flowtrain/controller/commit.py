@@ -49,7 +49,7 @@ class Committer:
         """As the ranks decided it; None until they have."""
         self._note = note
         self._completed = completed
-        self._cost_file = Diagnostic(files.cost_profile.name, retries=True)
+        self._cost_file = Diagnostic(files.profile.name, retries=True)
         self._incomplete: CheckpointWritten | None = None
 
     def commit(self, written: CheckpointWritten) -> None:

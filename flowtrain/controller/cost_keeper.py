@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from importlib.metadata import version
+from dataclasses import replace
 
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.costs.microbatch_costs import FittedCost, MicrobatchCosts
+from flowtrain.costs.profile import Profile, library_versions, model_facts, planned_profile
 from flowtrain.observability.files import replace_text
 from flowtrain.observability.run_dir import RunDir
-from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
-from flowtrain.scheduler.run_cost import is_refitted, profiled_model
+from flowtrain.scheduler.run_cost import check_device, is_refitted, profiled_model
 from flowtrain.types.events import CostFitted
 from flowtrain.types.plan import CostModel
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("torch", "transformers")
-"""The libraries that compute a microbatch."""
-
 
 class CostKeeper:
-    """Keeps the cost in use, checks the profile that it came from, and writes ``cost_profile.json``.
+    """Keeps the cost in use, checks the profile that it came from, and writes ``profile.json``.
 
     frozen: the cost in the checkpoint that the run resumes from. It takes precedence over the configuration's, so that
     plans stay the same even if the profile's file has changed.
@@ -56,7 +54,7 @@ class CostKeeper:
         self._device = device
         profile = self._run_spec.cost_profile
         if profile is not None and self._frozen is None:
-            profile.check_device(device, _versions())
+            check_device(profile, device, library_versions())
 
     def take(self, event: CostFitted) -> None:
         """Keep a fit; if it is in use from now on, show that."""
@@ -69,20 +67,16 @@ class CostKeeper:
             )
 
     def write(self) -> None:
-        """Write the last fit, if any, into the run's directory."""
+        """Write the last fit, if any, into the run's profile: the one that it was planned with, or a new one."""
         if self._fitted is None:
             return
-        fitted, config = self._fitted, self._run_spec.config
+        fitted, config, spec = self._fitted, self._run_spec.config, self._run_spec.model_spec
         assert self._device is not None
-        profile = CostProfile(
-            fitted=FittedCost(fitted.cost, fitted.form, fitted.r2, fitted.other_r2, fitted.num_rows),
-            model=profiled_model(config, self._run_spec.model_spec),
-            capacity=config.scheduler.microbatch_tokens,
-            device=self._device,
-            versions=_versions(),
+        costs = MicrobatchCosts(
+            FittedCost(fitted.cost, fitted.form, fitted.r2, fitted.other_r2, fitted.num_rows),
+            profiled_model(config, spec),
+            config.scheduler.microbatch_tokens,
         )
-        replace_text(self._files.cost_profile, profile.to_json())
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in LIBRARIES}
+        measured = planned_profile(config, self._device)
+        profile = measured or Profile(self._device, model_facts(config, spec), library_versions())
+        replace_text(self._files.profile, replace(profile, microbatches=costs).to_json())

@@ -12,11 +12,12 @@ from flowtrain.config.model import BackboneConfig, EncoderConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.config.training import TrainingConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep, first_steps
+from flowtrain.costs.microbatch_costs import MicrobatchCosts
 from flowtrain.data.lengths_file import BLOCK_ROWS, LengthsFile
 from flowtrain.errors import ConfigError
 from flowtrain.flow.units import num_steps_of, unit_sequence
 from flowtrain.scheduler.cost import make_cost_model
-from flowtrain.scheduler.cost_profile import CostProfile, read_cost_profile
+from flowtrain.scheduler.run_cost import read_microbatch_costs
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.plan import CostModel
 from flowtrain.types.samples import RejectReason
@@ -43,15 +44,15 @@ def workload_alone(path: str, overrides: Sequence[str] = (), num_steps: int | No
     if scheduler.cost == "profile" and scheduler.cost_profile is None:
         raise ConfigError(
             f"{path}: scheduler.cost ('profile') needs scheduler.cost_profile, as no run fits costs to a CSV; give the "
-            "cost_profile.json that a run wrote into its directory, or choose scheduler.cost=eq3"
+            "profile.json that a run wrote into its directory, or choose scheduler.cost=eq3"
         )
     capacity = scheduler.microbatch_tokens
     config = override_config(_ALONE, [f"data.max_seq_len={capacity}", *overrides], check_paths=False)
     if scheduler.cost != "profile" or scheduler.cost_profile is None:
         return _workload(LengthsFile.read(path), config, make_cost_model(scheduler.cost, capacity), num_steps)
-    profile = read_cost_profile(scheduler.cost_profile)
-    cost = make_cost_model(scheduler.cost, capacity, profile=profile.fitted.model)
-    return _workload(LengthsFile.read(path), config, cost, num_steps, _extrapolation_notes(profile, capacity))
+    costs = read_microbatch_costs(scheduler.cost_profile)
+    cost = make_cost_model(scheduler.cost, capacity, profile=costs.fitted.model)
+    return _workload(LengthsFile.read(path), config, cost, num_steps, _extrapolation_notes(costs, capacity))
 
 
 def workload_of(path: str, config: RunConfig, num_steps: int | None = None) -> Workload:
@@ -113,12 +114,12 @@ _NO_PLANS = (
 )
 
 
-def _extrapolation_notes(profile: CostProfile, capacity: int) -> tuple[str, ...]:
+def _extrapolation_notes(costs: MicrobatchCosts, capacity: int) -> tuple[str, ...]:
     """A run with such a profile would be refused; for a CSV a note is enough."""
-    if capacity <= profile.capacity:
+    if capacity <= costs.capacity:
         return ()
     return (
-        f"scheduler.cost_profile was fitted at {profile.capacity:,} tokens a microbatch; the costs of "
+        f"scheduler.cost_profile was fitted at {costs.capacity:,} tokens a microbatch; the costs of "
         f"{capacity:,} here are extrapolated",
     )
 

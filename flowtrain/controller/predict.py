@@ -16,7 +16,7 @@ from flowtrain.data.feed import Feed
 from flowtrain.flow.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.packing.base import Lengths
-from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.scheduler.run_cost import configured_costs, first_cost
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
@@ -114,7 +114,7 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
 def run_cost(config: RunConfig) -> CostModel:
     """Return the cost model that plans a run's first step; its data are not read."""
     spec = family_from_config(config).model_spec
-    return first_cost(config, spec, configured_profile(config, spec))
+    return first_cost(config, spec, configured_costs(config, spec))
 
 
 def _planner(run_spec: RunSpec) -> StepPlanner:

@@ -17,6 +17,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
 from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.profile import Profile
 from flowtrain.costs.start_limit import start_limit
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
@@ -31,8 +32,7 @@ from flowtrain.models.tower_plans import TOWER_PLANS
 from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
-from flowtrain.scheduler.cost_profile import CostProfile
-from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.scheduler.run_cost import configured_costs, first_cost
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
@@ -60,7 +60,7 @@ class RunSpec:
     """``num_steps`` and ``total_positions``: as ``num_steps_of`` returns them."""
     cost: CostModel
     """Plans the first step."""
-    cost_profile: CostProfile | None
+    cost_profile: Profile | None
     """The measured profile that ``cost`` comes from, or None."""
 
     @property
@@ -123,7 +123,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     if check_pool:
         need.check(plan.feeder.segment_nbytes, config.pool.max_segment_nbytes)
         check_memory(config, family, num_eval)
-    cost_profile = configured_profile(config, spec)
+    cost_profile = configured_costs(config, spec)
     return RunSpec(
         config=config,
         plan=plan,

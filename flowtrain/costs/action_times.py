@@ -50,20 +50,29 @@ class DeviceTimes:
 
     def of(self, workload: Workload) -> ModuleTimes:
         """Return the times for a workload."""
-        if self.profile is None:
+        times = self._uncalibrated(workload)
+        calibration = self.profile.calibration if self.profile is not None else None
+        return calibration.times(times) if calibration is not None else times
+
+    def _uncalibrated(self, workload: Workload) -> ModuleTimes:
+        if self.profile is None or not self.profile.is_measured:
             return Roofline(self.device, self.model, workload, self.setup, self.rules)
         communication = TensorCommunication(self.device, self.model, workload, self.setup, self.link_efficiency)
         return ProfileTimes(self.profile, workload, communication, self.max_batch_patches, self.decode_threads)
 
     @property
+    def _is_measured(self) -> bool:
+        return self.profile is not None and self.profile.is_measured
+
+    @property
     def link_efficiency(self) -> float:
         """Share of the links' bandwidth that collectives reach: all of those that a profile measured."""
-        return self.rules.link_share("collective") if self.profile is None else 1.0
+        return 1.0 if self._is_measured else self.rules.link_share("collective")
 
     @property
     def sending_efficiency(self) -> float:
         """As ``link_efficiency``, of transfers from one device to another."""
-        return self.rules.link_share("point_to_point") if self.profile is None else 1.0
+        return 1.0 if self._is_measured else self.rules.link_share("point_to_point")
 
     def slowdown(self, encoder: str) -> float:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""

@@ -1,13 +1,14 @@
-"""Measured module times and the file that keeps them: read, checked against the run, interpolated.
+"""The profile: all that was measured of a model on a device, in one file; read, checked against the run, interpolated.
 
-The profile is measured once before training (FlowTrain 3.3): one decoder layer and the head over packed lengths, every
-encoder over image sizes and batches.
+``flowtrain profile`` measures modules before training (FlowTrain 3.3): one decoder layer and the head over packed
+lengths, every encoder over image sizes and batches. Runs add the fitted cost of their microbatches, and ``flowtrain
+calibrate`` the factors that a finished run's trace gives.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -20,22 +21,25 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from flowtrain.config.parameter_names import is_pattern
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.calibration import Calibration
 from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.microbatch_costs import MicrobatchCosts, leaves
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.profile_layers import AttentionCosts, Strategies
 from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts, Sharded
 from flowtrain.costs.profile_trials import Trial
 from flowtrain.errors import ConfigError, FaultCode
 
-PROFILE_SCHEMA = 2
-_READABLE = (1, PROFILE_SCHEMA)
-"""The first has nothing of processes that run at once; a plan from it assumes that."""
+PROFILE_SCHEMA = 3
 
 _LIBRARIES = ("flowtrain", "torch", "transformers")
 
 MAX_EXTRAPOLATION = 1.25
 """Lengths and sizes up to this many times the largest measured one are extrapolated in proportion."""
+
+_ANY_TOKENS = 1 << 40
 
 OR_NO_PROFILE = "or use no profile (rates are then from data sheets)"
 MEASURE_AGAIN = f"run flowtrain profile again on these devices, {OR_NO_PROFILE}"
@@ -153,23 +157,29 @@ class Profile:
 
     device: str
     """As torch names it."""
-    facts: DeviceFacts
-    """Of one such device."""
     model: dict[str, Any]
     """The settings of model and arithmetic that times depend on, as nested plain values (``model_facts``)."""
     versions: dict[str, str]
     """Versions of the libraries that computed, by library."""
-    layers: dict[_Size, LengthTable]
+    facts: DeviceFacts | None = None
+    """Of one such device; None if only a run's microbatches were measured."""
+    layers: dict[_Size, LengthTable] = field(default_factory=dict)
     """Of one decoder layer, forward and backward with recomputation; by tensor parallel degree."""
-    heads: dict[_Size, LengthTable]
+    heads: dict[_Size, LengthTable] = field(default_factory=dict)
     """Of final norm, head and loss, forward and backward; by tensor parallel degree."""
-    connectors: dict[_Size, LengthTable]
+    connectors: dict[_Size, LengthTable] = field(default_factory=dict)
     """Over the vision tokens of a microbatch of that many tokens; by tensor parallel degree."""
-    encoders: dict[str, dict[_Size, ImageTable]]
+    attention: dict[_Size, AttentionCosts] = field(default_factory=dict)
+    """The part of ``layers`` that depends on how long sub-sequences are; by tensor parallel degree."""
+    strategies: Strategies = field(default_factory=dict)
+    """A decoder layer in each memory strategy."""
+    encoders: dict[str, dict[_Size, ImageTable]] = field(default_factory=dict)
     """Forwards, by encoder and tensor parallel degree."""
-    images: dict[str, ImageCosts]
+    encoder_strategies: dict[str, Strategies] = field(default_factory=dict)
+    """A layer of each encoder, trained, in each memory strategy."""
+    images: dict[str, ImageCosts] = field(default_factory=dict)
     """By encoder."""
-    steps: StepCosts
+    steps: StepCosts = StepCosts(0.0, 0.0, 0.0)
     interference: dict[str, Interference] = field(default_factory=dict)
     """Of each encoder with the backbone; empty if it was not measured."""
     replicas: dict[Sharded, ReplicaCosts] = field(default_factory=dict)
@@ -180,14 +190,18 @@ class Profile:
     """Plans that ran for a few steps; empty if none did."""
     trial_conditions: dict[str, Any] = field(default_factory=dict)
     """What else their rates depend on."""
+    microbatches: MicrobatchCosts | None = None
+    """The cost that a run has fitted to its microbatches, for packing; None if none has."""
+    calibration: Calibration | None = None
+    """Factors of all predicted times by a finished run; None if there is none."""
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
     """Path of the file that it was read from, for messages."""
 
     def check(self, device: str, model: Mapping[str, Any], versions: Mapping[str, str]) -> None:
         """Raise ConfigError if device, model or library versions differ from this run's; it names every difference."""
-        then = dict(_leaves({"device": self.device, "model": self.model, "versions": self.versions}))
-        now = dict(_leaves({"device": device, "model": model, "versions": versions}))
+        then = dict(leaves({"device": self.device, "model": self.model, "versions": self.versions}))
+        now = dict(leaves({"device": device, "model": model, "versions": versions}))
         differs = [
             f"{key} is {then.get(key)!r} there and {now.get(key)!r} in this run"
             for key in dict.fromkeys([*then, *now])
@@ -197,8 +211,15 @@ class Profile:
             raise ConfigError(f"{self.source}: {'; '.join(differs)}; {MEASURE_AGAIN}")
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it has tables of times; otherwise times are by data sheets, with its calibration if it has one."""
+        return bool(self.layers)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of the largest microbatch for which it gives times."""
+        if not self.is_measured:
+            return _ANY_TOKENS
         tables = [table for each in (self.layers, self.heads, self.connectors) for table in each.values()]
         return int(MAX_EXTRAPOLATION * min(table.num_tokens[-1] for table in tables))
 
@@ -208,9 +229,19 @@ class Profile:
         spec = device_spec(self.device)
         return spec.key if spec is not None else self.device
 
+    @property
+    def known_facts(self) -> DeviceFacts:
+        """The device's facts; ConfigError if there are none."""
+        if self.facts is None:
+            raise ConfigError(
+                f"{self.source} has no times of {self.device}: a run wrote it, for scheduler.cost_profile alone; take a "
+                "profile of flowtrain profile, or of flowtrain calibrate RUN, which fits times to a finished run"
+            )
+        return self.facts
+
     def devices(self, count: int, devices_per_node: int) -> DeviceType:
         """Return ``count`` of the measured devices, for planning; links between nodes are not measured."""
-        facts, spec = self.facts, device_spec(self.device)
+        facts, spec = self.known_facts, device_spec(self.device)
         # Links of a device without data sheet are unknown. It is mostly a CPU, whose cores share its memory.
         links = Links(facts.bandwidth, facts.bandwidth, "as fast as memory, not measured", facts.bandwidth)
         if spec is not None:
@@ -233,10 +264,9 @@ def read_profile(path: str | PathLike[str]) -> Profile:
     """Read a profile; raises ConfigError if it is unreadable, incomplete or of another schema."""
     try:
         values = _json_object(Path(path))
-        if (schema := values["schema"]) not in _READABLE:
-            known = " and ".join(map(str, _READABLE))
-            raise ConfigError(f"{path}: schema is {schema!r}, this version reads {known}; {MEASURE_AGAIN}")
-        return TypeAdapter(Profile).validate_python({**values, "schema": PROFILE_SCHEMA, "source": str(path)})
+        if (schema := values["schema"]) != PROFILE_SCHEMA:
+            raise ConfigError(f"{path}: schema is {schema!r}, this version reads {PROFILE_SCHEMA}; {MEASURE_AGAIN}")
+        return TypeAdapter(Profile).validate_python({**values, "source": str(path)})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ConfigError(f"{path}: {'; '.join(faults)}; {MEASURE_AGAIN}") from error
@@ -270,6 +300,12 @@ def configured_profile(config: RunConfig) -> Profile | None:
         raise ConfigError.of(key, FaultCode.VALUE, f"{key}: {error}") from error
 
 
+def planned_profile(config: RunConfig, device: str) -> Profile | None:
+    """Return ``configured_profile`` if it is of this device, else None."""
+    profile = configured_profile(config)
+    return profile if profile is not None and profile.device == device else None
+
+
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
     """Return the shapes and settings that a module's time depends on, without degrees and data."""
     backbone = config.backbone
@@ -297,11 +333,3 @@ def library_versions() -> dict[str, str]:
 def _check_axis(name: str, values: tuple[int, ...]) -> None:
     if not values or any(later <= earlier for earlier, later in pairwise(values)):
         raise ValueError(f"{name} {values} is empty or not ascending")
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield prefix, list(value) if isinstance(value, tuple) else value
-        return
-    for key, item in value.items():
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))

@@ -14,12 +14,15 @@ from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
+from flowtrain.costs.profile_layers import strategies_s
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
 CPU = "cpu"
 """Torch's name of every CPU."""
+_LEAST_SHARE = 0.25
+"""Of a layer's time, which is left however short the sub-sequences are."""
 
 
 class ProfileTimes:
@@ -45,7 +48,10 @@ class ProfileTimes:
         self._decode_threads = decode_threads
         self._communication = communication
         measured = _measured_setup(communication.setup, profile.model)
-        self._passes = _passes(communication.setup) / _passes(measured) * _trained_share(communication.model, workload)
+        again = _strategies_share(profile, communication.setup, measured)
+        self._passes = again * _trained_share(communication.model, workload)
+        lengths = workload.lengths.astype(np.float64)
+        self._squares_per_token = float(np.square(lengths).sum() / lengths.sum())
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
             if 1 not in tables:
                 raise ConfigError(f"{profile.source}: {name} has no table for degree 1; {MEASURE_AGAIN}")
@@ -67,7 +73,17 @@ class ProfileTimes:
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._passes * _scaled(self._profile.layers, num_tokens, tp, self._communication.layer_s)
+        return self._layers_s(num_tokens, self._squares_per_token * num_tokens, tp)
+
+    def _layers_s(self, num_tokens: FloatArray, squares: FloatArray, tp: int) -> FloatArray:
+        """Seconds of a layer; squares: sums over sub-sequences of their squared tokens, where attention is apart."""
+        layers, attention = self._profile.layers, self._profile.attention
+        seconds = _scaled(layers, num_tokens, tp, self._communication.layer_s)
+        measured = _nearest(layers, tp)
+        if measured in attention:
+            beyond = attention[measured].beyond_s(layers[measured].num_tokens, num_tokens, squares)
+            seconds = np.maximum(seconds + beyond * (measured / tp), _LEAST_SHARE * seconds)
+        return self._passes * seconds
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -80,10 +96,10 @@ class ProfileTimes:
         return _scaled(self._profile.heads, num_tokens, tp, reducing)
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
-        """As ``ModuleTimes``; the tables tell no microbatch from another of as many tokens."""
+        """As ``ModuleTimes``; without attention apart, microbatches of as many tokens take as long."""
         tokens = works.num_tokens
         return MicrobatchSeconds(
-            self.layer_s(tokens, tp), self._heads_s(tokens, works.target_tokens, tp), self.connector_s(tokens, tp)
+            self._layers_s(tokens, works.squares, tp), self._heads_s(tokens, works.target_tokens, tp), self.connector_s(tokens, tp)
         )
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
@@ -167,6 +183,12 @@ class ProfileTimes:
         num_images, num_patches = self._workload.images[encoder]
         at = num_images > 0
         return num_patches[at] / num_images[at]
+
+
+def _strategies_share(profile: Profile, setup: TrainingSetup, measured: TrainingSetup) -> float:
+    """Time of a layer under a setup's memory strategies over that under the measured one's, as far as it knows them."""
+    asked, known = (strategies_s(profile.strategies, each) for each in (setup, measured))
+    return asked / known if asked and known else _passes(setup) / _passes(measured)
 
 
 def _passes(setup: TrainingSetup) -> float:

@@ -77,9 +77,9 @@ class RunDir:
         return self.root / "report.html"
 
     @property
-    def cost_profile(self) -> Path:
-        """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
-        return self.root / "cost_profile.json"
+    def profile(self) -> Path:
+        """What the run measured of its device, for ``scheduler.cost_profile`` of later runs."""
+        return self.root / "profile.json"
 
     @property
     def stacks(self) -> Path:

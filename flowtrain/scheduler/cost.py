@@ -62,8 +62,8 @@ def make_cost_model(
     if name == "profile":
         if profile is None:
             raise ConfigError(
-                "scheduler.cost ('profile') needs a fitted cost profile: give scheduler.cost_profile, the "
-                "cost_profile.json that an earlier run of this model wrote into its directory"
+                "scheduler.cost ('profile') needs a fitted cost: give scheduler.cost_profile, the profile.json that an "
+                "earlier run of this model wrote into its directory"
             )
         return profile
     raise ConfigError(f"scheduler.cost ({name!r}) is unknown; choose one of {', '.join(COSTS)}")

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowtrain.scheduler.cost_profile import FittedCost, Measured, fit_cost
+from flowtrain.costs.microbatch_costs import FittedCost
+from flowtrain.scheduler.cost_fit import Measured, fit_cost
 from flowtrain.types.events import CostFitted
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import CostModel, StepPlan, UnitKind

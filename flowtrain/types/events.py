@@ -129,7 +129,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, slots=True)
 class CostFitted:
-    """A cost model was fitted to measured microbatches (see ``scheduler/cost_profile.py``)."""
+    """A cost model was fitted to measured microbatches (see ``scheduler/cost_fit.py``)."""
 
     step: int
     """Training steps done."""

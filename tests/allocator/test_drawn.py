@@ -159,6 +159,21 @@ def test_the_order_of_the_samples_changes_only_the_draw() -> None:
         assert first.rate == pytest.approx(second.rate, rel=0.05)
 
 
+@given(seed=st.integers(0, 10**6), batch=st.sampled_from([16, 64, 300]), count=st.integers(1, 10))
+def test_batches_together_have_the_datas_mix(seed: int, batch: int, count: int) -> None:
+    """A random draw of as many would be a few percent off, and with it all rates."""
+    data = uneven(seed % 7, batch=batch)
+    drawn = DrawnBatches.draw(data, count, seed).batches
+    assert drawn.shape == (count, batch)
+    size = drawn_batches.SIMULATED_BATCHES
+    for first in range(0, count, size):
+        group = data.lengths[drawn[first : first + size]]
+        spread = float(np.ptp(data.lengths)) / group.size
+        assert group.mean() == pytest.approx(data.tokens_per_sample, abs=2 * spread)
+    if count > 1:
+        assert not np.array_equal(np.sort(drawn[0]), np.sort(drawn[1])), "single batches differ as a run's do"
+
+
 def test_the_same_seed_gives_the_same_rate() -> None:
     asked, found = asked_for(uneven(3)), candidate("decoupled", Degrees(6), Degrees(2))
     assert rate(asked, found, seed=5) == rate(asked, found, seed=5)

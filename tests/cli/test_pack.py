@@ -21,8 +21,9 @@ from flowtrain.cli.app import app
 from flowtrain.cli.pack_plot import draw
 from flowtrain.config.load import load_config
 from flowtrain.controller.pack import TokenSpread
+from flowtrain.costs.microbatch_costs import FittedCost, MicrobatchCosts
+from flowtrain.costs.profile import Profile
 from flowtrain.data.sampler import Sampler
-from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types.plan import CostModel
@@ -233,8 +234,8 @@ def test_a_profile_beyond_its_capacity_is_extrapolated_for_a_csv(
     lengths: str, tmp_path: Path, capacity: int, is_noted: bool
 ) -> None:
     fitted = FittedCost(CostModel("profile", per_token=1e-4, per_square=1e-8), "squares", 0.9, 0.8, 100)
-    file = tmp_path / "cost_profile.json"
-    file.write_text(CostProfile(fitted, {}, 2048, "cpu", {}).to_json())
+    file = tmp_path / "profile.json"
+    file.write_text(Profile("cpu", {}, {}, microbatches=MicrobatchCosts(fitted, {}, 2048)).to_json())
     given = ("scheduler.cost=profile", f"scheduler.cost_profile={file}", f"scheduler.microbatch_tokens={capacity}")
     record = record_of(lengths, *given)
     note = "scheduler.cost_profile was fitted at 2,048 tokens a microbatch; the costs of 4,096 here are extrapolated"
@@ -340,7 +341,7 @@ def test_the_page_holds_tables_and_drawing_and_loads_nothing(tmp_path: Path, len
         (("--steps", "0"), 2, "num_steps (--steps) is 0; it must be at least 1"),
         (("--lengths", "other.csv"), 2, "would replace the data; give one of them"),
         (("scheduler.cost=flops",), 2, "scheduler.cost ('flops') needs the backbone's shape"),
-        (("scheduler.cost=profile",), 2, "as no run fits costs to a CSV; give the cost_profile.json"),
+        (("scheduler.cost=profile",), 2, "as no run fits costs to a CSV; give the profile.json"),
         (("scheduler.cost=profile", "data.order=arrival"), 2, "as no run fits costs to a CSV"),
         (("scheduler.packing=best",), 2, "scheduler.packing = 'best': must be"),
         (("scheduler.microbatch_token=9",), 2, "unknown key; did you mean scheduler.microbatch_tokens?"),

@@ -114,7 +114,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         (
             ["scheduler.cost=profile"],
             "scheduler.cost ('profile') needs scheduler.cost_profile with data.order ('deterministic'), whose costs "
-            "are fixed from the start; give the cost_profile.json that an earlier run of this model wrote into its "
+            "are fixed from the start; give the profile.json that an earlier run of this model wrote into its "
             "directory, or set data.order to 'arrival', which fits costs during the run",
         ),
         (

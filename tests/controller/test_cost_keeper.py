@@ -10,12 +10,13 @@ from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.load import override_config
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.costs.microbatch_costs import FittedCost, MicrobatchCosts
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec
+from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.cost import eq3
-from flowtrain.scheduler.cost_profile import CostProfile, FittedCost, read_cost_profile
-from flowtrain.scheduler.run_cost import profiled_model
+from flowtrain.scheduler.run_cost import costs_of, profiled_model
 from flowtrain.types.events import CostFitted
 from flowtrain.types.plan import CostModel
 from tests.training.ranks import make_config
@@ -24,9 +25,12 @@ SPEC = ModelSpec({}, ConnectorSpec(8, 16, 16), TransformerSpec(2, 16, 32, 4, 2, 
 FITTED = CostModel("profile", per_token=1e-4, per_square=2e-7, constant=0.01)
 
 
-def prepared_with(cost: CostModel, profile: CostProfile | None = None, *overrides: str) -> RunSpec:
+def prepared_with(cost: CostModel, profile: Profile | None = None, *overrides: str) -> RunSpec:
     config = override_config(make_config(), overrides, check_paths=False)
     return RunSpec(config, fixed_plan(config), SPEC, ("cats",), (8,), (), 10, None, cost=cost, cost_profile=profile)
+
+
+FIT = FittedCost(FITTED, "squares", 0.9, 0.8, 128)
 
 
 def event(in_use: bool, r2: float = 0.9) -> CostFitted:
@@ -43,14 +47,15 @@ def test_what_was_measured_is_written_for_later_runs_and_not_used_by_this_one(tm
     keeper, notes = make_keeper(tmp_path, run_spec)
     keeper.start("cpu")
     keeper.write()
-    assert not RunDir(tmp_path).cost_profile.exists() and keeper.r2 is None
+    assert not RunDir(tmp_path).profile.exists() and keeper.r2 is None
     keeper.take(event(in_use=False))
     keeper.write()
-    profile = read_cost_profile(RunDir(tmp_path).cost_profile)
-    assert profile.fitted == FittedCost(FITTED, "squares", 0.9, 0.8, 128)
-    assert (profile.capacity, profile.device) == (run_spec.config.scheduler.microbatch_tokens, "cpu")
+    profile = read_profile(RunDir(tmp_path).profile)
+    costs = costs_of(profile)
+    assert costs.fitted == FittedCost(FITTED, "squares", 0.9, 0.8, 128)
+    assert (costs.capacity, profile.device) == (run_spec.config.scheduler.microbatch_tokens, "cpu")
     assert {"torch", "transformers"} <= set(profile.versions)
-    profile.check_model(profiled_model(run_spec.config, SPEC), profile.capacity)
+    costs.check(profile.source, profiled_model(run_spec.config, SPEC), costs.capacity)
     assert keeper.r2 == 0.9 and keeper.in_use == eq3(512) and notes == []
 
 
@@ -63,7 +68,7 @@ def test_a_refit_is_in_use_and_said(tmp_path: Path) -> None:
 
 
 def test_the_checkpoints_cost_goes_before_the_configurations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profile = CostProfile(FittedCost(FITTED, "squares", 0.9, 0.8, 128), {}, 512, "NVIDIA H200", {})
+    profile = Profile("NVIDIA H200", {}, {}, microbatches=MicrobatchCosts(FIT, {}, 512))
     other = dataclasses.replace(FITTED, per_token=3e-4)
     with caplog.at_level(logging.WARNING):
         keeper, _ = make_keeper(tmp_path, prepared_with(FITTED, profile), frozen=FITTED)

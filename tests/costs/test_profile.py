@@ -62,7 +62,8 @@ def test_a_profile_is_read_back_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 9}, "schema is 9, this version reads 1 and 2; run flowtrain profile again"),
+        ({"schema": 2}, "schema is 2, this version reads 3; run flowtrain profile again on these devices"),
+        ({"schema": 9}, "schema is 9, this version reads 3; run flowtrain profile again"),
         (
             {"layers": {"1": {"num_tokens": [8, 4], "seconds": [1, 2]}}},
             r"layers.1: .*num_tokens \(8, 4\) is empty or not",

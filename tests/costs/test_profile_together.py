@@ -1,4 +1,4 @@
-"""What a profile knows of processes that run at once: old files without it, and the costs that come of it."""
+"""What a profile knows of processes that run at once: files without it, and the costs that come of it."""
 
 from __future__ import annotations
 
@@ -45,17 +45,10 @@ def test_what_was_measured_together_is_read_back(tmp_path: Path) -> None:
         read_profile(path)
 
 
-def test_an_old_profile_is_read_and_knows_nothing_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    record = json.loads(PROFILE.to_json())
-    for key in ("interference", "replicas", "host"):
-        del record[key]
-    path.write_text(json.dumps({**record, "schema": 1}))
-    found = read_profile(path)
-    assert found == PROFILE
+def test_a_profile_without_it_knows_nothing_of_it() -> None:
     asked = np.array([1e6])
-    assert times(found).slowdown("vision") is None and times(found).replicas_s("full", asked, asked) is None
-    assert times(found).host_s(asked, asked, has_encoders=True).tolist() == [0.0]
+    assert times(PROFILE).slowdown("vision") is None and times(PROFILE).replicas_s("full", asked, asked) is None
+    assert times(PROFILE).host_s(asked, asked, has_encoders=True).tolist() == [0.0]
 
 
 def test_times_come_of_the_measured_amounts() -> None:

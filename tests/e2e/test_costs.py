@@ -15,7 +15,7 @@ from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.scheduler.cost import eq3
-from flowtrain.scheduler.cost_profile import read_cost_profile
+from flowtrain.scheduler.run_cost import read_microbatch_costs
 from flowtrain.scheduler.refit import REFIT_STEPS
 from flowtrain.training.checkpoint_store import latest_complete, read_meta
 from flowtrain.types.plan import CostModel
@@ -74,20 +74,20 @@ def test_costs_are_refitted_in_arrival_and_frozen_in_deterministic(
     assert is_planned_with(plans[0], eq3(CAPACITY)) and is_planned_with(plans[-1], TRUE)
     refit = next(plan["step"] for plan in plans if is_planned_with(plan, TRUE))
     assert refit > REFIT_STEPS, "the step behind the refit is the first that can have it"
-    profile = read_cost_profile(run_dir(config).cost_profile)
-    assert profile.fitted.form == "squares" and profile.fitted.r2 == pytest.approx(1.0)
-    assert summary.cost_r2 == profile.fitted.r2
+    costs = read_microbatch_costs(str(run_dir(config).profile))
+    assert costs.fitted.form == "squares" and costs.fitted.r2 == pytest.approx(1.0)
+    assert summary.cost_r2 == costs.fitted.r2
     assert checkpointed_cost(config).per_square == pytest.approx(TRUE.per_square)
 
     file = tmp_path / "measured.json"
-    file.write_text(run_dir(config).cost_profile.read_text())
+    file.write_text(run_dir(config).profile.read_text())
     frozen = tiny_config(
         tmp_path, data, "frozen", "scheduler.cost=profile", f"scheduler.cost_profile={file}", training={"max_steps": 2}
     )
     run_training(frozen, classes=ranks)
     assert all(is_planned_with(plan, TRUE) for plan in plans_of(frozen))
     values = json.loads(file.read_text())
-    values["fitted"]["model"]["per_token"] *= 7.0
+    values["microbatches"]["fitted"]["model"]["per_token"] *= 7.0
     file.write_text(json.dumps(values))
     longer = frozen.model_copy(update={"training": frozen.training.model_copy(update={"max_steps": 4})})
     with caplog.at_level(logging.WARNING):

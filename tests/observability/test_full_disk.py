@@ -174,7 +174,7 @@ def test_a_diagnostic_that_fails_is_off_and_says_so_once(caplog: pytest.LogCaptu
 
 
 def test_one_that_is_tried_again_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    output = Diagnostic("cost_profile.json", retries=True)
+    output = Diagnostic("profile.json", retries=True)
     written: list[int] = []
     for action in (refuse, refuse, lambda: written.append(1)):
         output.attempt(action)

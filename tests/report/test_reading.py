@@ -90,14 +90,14 @@ def test_an_empty_run_and_a_damaged_one_are_noted(tmp_path: Path) -> None:
     assert read_run(tmp_path).notes == ("the run has not finished a step",)
     (tmp_path / "config.yaml").write_text("name: [\n")
     (tmp_path / "plan.yaml").write_text("just text")
-    (tmp_path / "cost_profile.json").write_text("{")
+    (tmp_path / "profile.json").write_text("{")
     write_lines(tmp_path / "metrics.jsonl", [step_record(1, np.random.default_rng(0))])
     run = read_run(tmp_path)
     first, *others = run.notes
     assert first.startswith("config.yaml cannot be read: line") and run.name == tmp_path.name
     assert others[0].startswith("there is no events.jsonl: the run is of an earlier version")
     assert others[1] == "plan.yaml cannot be read: it is no mapping of keys"
-    assert others[2].startswith("cost_profile.json cannot be read")
+    assert others[2].startswith("profile.json cannot be read")
 
 
 def test_steps_and_encoders_of_a_run(tmp_path: Path) -> None:

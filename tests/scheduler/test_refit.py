@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.microbatch_costs import FittedCost, MicrobatchCosts
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec
+from flowtrain.costs.profile import Profile
 from flowtrain.errors import ConfigError
 from flowtrain.scheduler.cost import eq3
-from flowtrain.scheduler.cost_profile import MIN_ROWS, CostProfile, FittedCost
+from flowtrain.scheduler.cost_fit import MIN_ROWS
 from flowtrain.scheduler.refit import MAX_ROWS, REFIT_STEPS, WARM_UP_STEPS, CostRefitter
-from flowtrain.scheduler.run_cost import configured_profile, first_cost, profiled_model
+from flowtrain.scheduler.run_cost import configured_costs, first_cost, profiled_model
 from flowtrain.types.events import CostFitted
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import CostModel, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
@@ -145,22 +147,23 @@ def config_of(**scheduler: str | int | None) -> RunConfig:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     fitted = FittedCost(TRUE, "squares", 0.97, 0.9, 200)
-    path = tmp_path / "cost_profile.json"
-    path.write_text(CostProfile(fitted, profiled_model(config_of(), SPEC), CAPACITY, "cpu", {}).to_json())
+    costs = MicrobatchCosts(fitted, profiled_model(config_of(), SPEC), CAPACITY)
+    path = tmp_path / "profile.json"
+    path.write_text(Profile("cpu", {}, {}, microbatches=costs).to_json())
     return path
 
 
 @pytest.mark.parametrize("order", ["deterministic", "arrival"])
 def test_a_run_starts_with_its_file(file: Path, order: str) -> None:
     config = config_of(cost="profile", cost_profile=str(file), order=order)
-    profile = configured_profile(config, SPEC)
+    profile = configured_costs(config, SPEC)
     assert first_cost(config, SPEC, profile) == TRUE
-    assert configured_profile(config_of(cost="eq3", cost_profile=str(file)), SPEC) is None
+    assert configured_costs(config_of(cost="eq3", cost_profile=str(file)), SPEC) is None
 
 
 def test_arrival_starts_with_eq3_and_a_frozen_cost_needs_a_file() -> None:
     config = config_of(cost="profile", order="arrival")
-    assert configured_profile(config, SPEC) is None and first_cost(config, SPEC) == eq3(CAPACITY)
+    assert configured_costs(config, SPEC) is None and first_cost(config, SPEC) == eq3(CAPACITY)
     with pytest.raises(ValueError, match=r"needs scheduler.cost_profile with data.order \('deterministic'\)"):
         config_of(cost="profile")
 
@@ -177,8 +180,8 @@ def test_flops_know_the_model_and_what_is_frozen() -> None:
 def test_a_file_of_another_model_is_refused(file: Path) -> None:
     wider = dataclasses.replace(SPEC, backbone=dataclasses.replace(SPEC.backbone, hidden_size=32))
     with pytest.raises(ConfigError, match=r"model.backbone.hidden_size is 16 there and 32 in this run"):
-        configured_profile(config_of(cost="profile", cost_profile=str(file)), wider)
+        configured_costs(config_of(cost="profile", cost_profile=str(file)), wider)
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | {"schema": 99}))
     with pytest.raises(ConfigError, match="schema is 99"):
-        configured_profile(config_of(cost="profile", cost_profile=str(file)), SPEC)
+        configured_costs(config_of(cost="profile", cost_profile=str(file)), SPEC)

@@ -59,7 +59,7 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
 
     Raises ConfigError if the options contradict each other.
     """
-    per_node = DEVICES_PER_NODE if profile is None else profile.facts.devices_per_node
+    per_node = DEVICES_PER_NODE if profile is None else profile.known_facts.devices_per_node
     sized = list(asked.at_hand) or _sized(asked, planned, per_node)
     if (total := sum(each.count for each in sized)) > MOST_DEVICES:
         raise ConfigError(f"--devices, --nodes or --device ask for {total} devices; plan at most {MOST_DEVICES}")

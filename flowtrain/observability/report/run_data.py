@@ -58,7 +58,7 @@ class RunData:
     plan: Mapping[str, Any]
     planning: Mapping[str, Any]
     """What ``flowtrain plan`` predicted for the run (``planning.json``); empty unless its mode was auto."""
-    cost_profile: Mapping[str, Any]
+    profile: Mapping[str, Any]
     steps: Steps
     events: tuple[Record, ...]
     """In order; empty for a run of a version that wrote none."""
@@ -149,7 +149,7 @@ def read_run(root: str | os.PathLike[str], last_nbytes: int | None = None) -> Ru
         config=config,
         plan=yaml_mapping(files.plan, notes),
         planning=json_object(files.root / PLANNING, notes),
-        cost_profile=json_object(files.cost_profile, notes),
+        profile=json_object(files.profile, notes),
         steps=steps,
         events=events,
         quarantine=_quarantine(records(files.quarantine, notes)),

@@ -182,9 +182,7 @@ def _predictions(run: RunData, figures: KeyFigures) -> Iterator[list[Cell | str]
     imbalance = as_number(dig(modes[0], "imbalance")) if modes else math.nan  # the winner comes first
     if figures.imbalance is not None and math.isfinite(imbalance):
         yield ["imbalance of ranks", number_cell(percent(imbalance)), number_cell(percent(figures.imbalance)), ""]
-    r2 = as_number(run.cost_profile.get("r2"))
-    if not math.isfinite(r2):
-        r2 = as_number(dig(run.cost_profile, "fitted", "r2"))
+    r2 = as_number(dig(run.profile, "microbatches", "fitted", "r2"))
     if math.isfinite(r2):
         shown = f"R\u00b2 {r2:.3f}"
         yield ["cost of microbatches, fitted to measured ones", number_cell("R\u00b2 1"), number_cell(shown), ""]

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.costs.microbatch_costs import FittedCost, MicrobatchCosts
+from flowtrain.costs.profile import PROFILE_SCHEMA, Profile, read_profile
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.cost_profile import (
-    COST_PROFILE_SCHEMA,
-    MIN_ROWS,
-    CostProfile,
-    FittedCost,
-    Measured,
-    fit_cost,
-    read_cost_profile,
-)
+from flowtrain.scheduler.cost_fit import MIN_ROWS, Measured, fit_cost
+from flowtrain.scheduler.run_cost import check_device, costs_of, read_microbatch_costs
 from flowtrain.types.plan import CostModel
 
 CAPACITY = 2048
@@ -130,24 +125,33 @@ VERSIONS = {"torch": "2.13.0", "transformers": "5.23"}
 
 
 @pytest.fixture
-def profile() -> CostProfile:
-    return CostProfile(fitted(rows_of(TRUE["squares"], noise=0.02)), MODEL, CAPACITY, "cpu", VERSIONS)
+def profile() -> Profile:
+    costs = MicrobatchCosts(fitted(rows_of(TRUE["squares"], noise=0.02)), MODEL, CAPACITY)
+    return Profile("cpu", MODEL, VERSIONS, microbatches=costs)
 
 
 @pytest.fixture
-def file(profile: CostProfile, tmp_path: Path) -> Path:
-    path = tmp_path / "cost_profile.json"
+def file(profile: Profile, tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
     path.write_text(profile.to_json())
     return path
 
 
-def test_a_profile_survives_its_file(profile: CostProfile, file: Path) -> None:
-    assert json.loads(file.read_text())["schema"] == COST_PROFILE_SCHEMA
-    read = read_cost_profile(file)
+def test_a_fit_survives_its_file(profile: Profile, file: Path) -> None:
+    assert json.loads(file.read_text())["schema"] == PROFILE_SCHEMA
+    read = read_profile(file)
     assert read == profile and read.source == str(file)
-    read.check_model(MODEL, CAPACITY)
-    read.check_model(MODEL, CAPACITY // 2)
-    read.check_device("cpu", VERSIONS)
+    costs_of(read).check(str(file), MODEL, CAPACITY)
+    costs_of(read).check(str(file), MODEL, CAPACITY // 2)
+    check_device(read, "cpu", VERSIONS)
+
+
+def test_a_runs_profile_has_no_times_to_plan_with_and_a_measured_one_no_fit(profile: Profile, file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no times of cpu: a run wrote it, .* flowtrain calibrate RUN"):
+        read_profile(file).devices(2, 8)
+    file.write_text(Profile("cpu", MODEL, VERSIONS).to_json())
+    with pytest.raises(ConfigError, match=r"has no fitted cost of microbatches \(scheduler.cost_profile\)"):
+        read_microbatch_costs(str(file))
 
 
 @pytest.mark.parametrize(
@@ -165,17 +169,17 @@ def test_a_profile_survives_its_file(profile: CostProfile, file: Path) -> None:
 )
 def test_a_profile_of_another_model_is_refused(file: Path, model: dict[str, Any], capacity: int, fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_cost_profile(file).check_model(model, capacity)
+        read_microbatch_costs(str(file)).check(str(file), model, capacity)
     message = str(caught.value)
     assert message.startswith(f"{file}: {fault}") and "measure again" in message
 
 
 def test_another_device_is_refused_and_other_libraries_are_said(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profile = read_cost_profile(file)
+    profile = read_profile(file)
     with pytest.raises(ConfigError, match=r"device is 'cpu' there and 'NVIDIA H200' in this run"):
-        profile.check_device("NVIDIA H200", VERSIONS)
+        check_device(profile, "NVIDIA H200", VERSIONS)
     with caplog.at_level(logging.WARNING):
-        profile.check_device("cpu", VERSIONS | {"torch": "2.14.0"})
+        check_device(profile, "cpu", VERSIONS | {"torch": "2.14.0"})
     assert "torch 2.13.0, now 2.14.0" in caplog.text and "transformers" not in caplog.text
 
 
@@ -194,31 +198,18 @@ def spoiled(values: dict[str, Any], *path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "fault"),
     [
-        (("schema",), COST_PROFILE_SCHEMA + 1, f"schema is {COST_PROFILE_SCHEMA + 1}, this version reads"),
-        (("schema",), None, "cannot be read"),
-        (("fitted", "r2"), None, "cannot be read"),
+        (("fitted", "r2"), None, "microbatches.fitted.r2: Field required"),
         (("fitted", "model", "per_token"), -1.0, "that are not a valid cost"),
-        (("fitted", "model", "per_token"), "much", "that are not a valid cost"),
-        (("fitted", "model", "per_token"), float("nan"), "that are not a valid cost"),
+        (("fitted", "model", "per_token"), "much", "microbatches.fitted.model.per_token: "),
         (("fitted", "model"), {"name": "profile", "per_token": 0.0, "constant": 1.0}, "that are not a valid cost"),
-        (("fitted", "model", "per_word"), 1.0, "cannot be read"),
-        (("capacity",), None, "cannot be read"),
-        (("capacity",), "2048", "cannot be read"),
-        (("model",), "qwen", "cannot be read"),
+        (("capacity",), None, "microbatches.capacity: Field required"),
+        (("model",), "qwen", "microbatches.model: "),
     ],
 )
-def test_a_stale_or_spoiled_file_is_refused(file: Path, path: tuple[str, ...], value: Any, fault: str) -> None:
-    file.write_text(json.dumps(spoiled(json.loads(file.read_text()), *path, value=value)))
+def test_a_spoiled_fit_is_refused(file: Path, path: tuple[str, ...], value: Any, fault: str) -> None:
+    values = json.loads(file.read_text())
+    spoiled(values["microbatches"], *path, value=value)
+    file.write_text(json.dumps(values))
     with pytest.raises(ConfigError) as caught:
-        read_cost_profile(file)
-    assert str(file) in str(caught.value) and fault in str(caught.value) and "measure again" in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", '"schema"'])
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "cost_profile.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_cost_profile(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_cost_profile(tmp_path)  # a directory
+        read_microbatch_costs(str(file))
+    assert str(file) in str(caught.value) and fault in str(caught.value)

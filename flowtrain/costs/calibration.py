@@ -1,0 +1,137 @@
+"""What a finished run says of predicted times: robust means of measured over predicted ones, and the host's work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
+from flowtrain.costs.module_times import ModuleTimes
+
+FEWEST = 8
+"""Spans of a kind that tell its factor; with fewer it stays 1."""
+_DEVIATIONS = 3.0
+_MAD_TO_STANDARD_DEVIATION = 1.4826
+
+_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Factors of predicted times, measured over predicted; 1 where a run said nothing."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    run: str
+    """Name of the run."""
+    backbone: _Factor = 1.0
+    """Of forwards and backwards of backbone stages."""
+    encoders: dict[str, _Factor] | None = None
+    """Of encode batches, by encoder; None: of all 1."""
+    optimizer: _Factor = 1.0
+    step_host_s: _Amount = 0.0
+    """Seconds of a step in which the busiest rank neither computes nor waits for data."""
+    num_spans: Annotated[int, Field(ge=0)] = 0
+    """Spans that the factors come from."""
+
+    def encoder(self, name: str) -> float:
+        """Return the factor of an encoder."""
+        return (self.encoders or {}).get(name, 1.0)
+
+    def times(self, base: ModuleTimes) -> ModuleTimes:
+        """Return module times with these factors."""
+        return CalibratedTimes(base, self)
+
+
+def robust_mean(values: Sequence[float]) -> float:
+    """Return the mean of the values that are within three (robust) standard deviations of their median."""
+    found = np.asarray(values, dtype=np.float64)
+    distances = np.abs(found - np.median(found))
+    limit = _DEVIATIONS * _MAD_TO_STANDARD_DEVIATION * float(np.median(distances))
+    return float(found[distances <= max(limit, 1e-9 * abs(float(np.median(found))))].mean())
+
+
+def factor(measured: Sequence[float], predicted: Sequence[float]) -> float:
+    """Return measured over predicted; 1 for fewer than ``FEWEST`` values.
+
+    A ratio of sums counts long spans more, as a step does; only values whose own ratio is no outlier are in it.
+    """
+    if len(measured) < FEWEST:
+        return 1.0
+    times, guesses = np.asarray(measured), np.asarray(predicted)
+    ratios = times / guesses
+    distances = np.abs(ratios - np.median(ratios))
+    limit = _DEVIATIONS * _MAD_TO_STANDARD_DEVIATION * float(np.median(distances))
+    kept = distances <= max(limit, 1e-9 * float(np.median(ratios)))
+    return float(times[kept].sum() / guesses[kept].sum())
+
+
+class CalibratedTimes:
+    """``ModuleTimes`` of a profile or of data sheets, with a run's factors."""
+
+    def __init__(self, base: ModuleTimes, calibration: Calibration) -> None:
+        self._base, self._by = base, calibration
+
+    def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return self._by.backbone * self._base.layer_s(num_tokens, tp)
+
+    def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return self._by.backbone * self._base.head_s(num_tokens, tp)
+
+    def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return self._by.backbone * self._base.connector_s(num_tokens, tp)
+
+    def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
+        """As ``ModuleTimes``."""
+        found, by = self._base.microbatches_s(works, tp), self._by.backbone
+        return MicrobatchSeconds(by * found.layer, by * found.head, by * found.connector)
+
+    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return self._by.encoder(encoder) * self._base.images_s(encoder, tp, in_ranks=in_ranks)
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """As ``ModuleTimes``."""
+        return self._by.encoder(encoder) * self._base.sample_s(encoder, tp)
+
+    def microbatch_s(self) -> float:
+        """As ``ModuleTimes``; forwards and backwards of the run had it."""
+        return self._by.backbone * self._base.microbatch_s()
+
+    def step_s(self, num_parameters: FloatArray) -> FloatArray:
+        """As ``ModuleTimes``; once a step, where it happens, the host's work."""
+        return self._by.optimizer * self._base.step_s(num_parameters) + self._by.step_host_s
+
+    def slowdown(self, encoder: str) -> float | None:
+        """As ``ModuleTimes``."""
+        return self._base.slowdown(encoder)
+
+    def replicas_s(
+        self, sharding: str, parameters: FloatArray, shards: FloatArray
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """As ``ModuleTimes``."""
+        return self._base.replicas_s(sharding, parameters, shards)
+
+    def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
+        """As ``ModuleTimes``; what the run's steps had of it is in ``step_s``."""
+        return np.zeros_like(num_microbatches)
+
+
+def factors_text(calibration: Calibration) -> Mapping[str, str]:
+    """Return the factors in words, by what they are of."""
+    encoders = {f"encoders.{name}": f"{value:.3f}" for name, value in (calibration.encoders or {}).items()}
+    return {
+        "backbone": f"{calibration.backbone:.3f}",
+        **encoders,
+        "optimizer": f"{calibration.optimizer:.3f}",
+        "host": f"{1e3 * calibration.step_host_s:.3g} ms a step",
+    }

@@ -1,0 +1,70 @@
+"""What a profile knows of single layers: attention apart from the rest, and each kind of layer in each memory strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.training_setup import TrainingSetup
+
+LayerStrategy = Literal["none", "selective", "full", "offload"]
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Size = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCosts:
+    """Of attention over sub-sequences in one decoder layer, forward and backward with recomputation."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    square_s: _Amount
+    """Seconds for each squared token of a sub-sequence: one of n tokens takes n * n times as much."""
+    squares: tuple[_Amount, ...]
+    """Sums over sub-sequences of their squared tokens in the microbatches that the layer's table has times of."""
+
+    def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, squares: FloatArray) -> FloatArray:
+        """Return what microbatches take more than measured ones of as many tokens, ``[N]``; less than 0: they take less.
+
+        lengths: packed lengths of the table. squares: sums over each one's sub-sequences.
+        """
+        measured = np.interp(num_tokens, lengths, self.squares)
+        # Below the shortest and above the longest, microbatches have more or fewer sequences like the measured ones.
+        measured *= np.where(num_tokens > lengths[-1], num_tokens / lengths[-1], 1.0)
+        measured *= np.where(num_tokens < lengths[0], num_tokens / lengths[0], 1.0)
+        return self.square_s * (squares - measured)
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyCosts:
+    """One layer that follows a memory strategy."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    num_tokens: _Size
+    """Of the measured microbatch."""
+    seconds: _Seconds
+    """Forward and backward with recomputation."""
+    kept_nbytes: _Amount
+    """Device bytes that it keeps from forward to backward."""
+
+
+Strategies = dict[LayerStrategy, StrategyCosts]
+
+
+def strategies_s(strategies: Mapping[LayerStrategy, StrategyCosts], setup: TrainingSetup) -> float | None:
+    """Return the mean seconds of a layer under a setup's strategies; None if one that it has was not measured."""
+    total = 0.0
+    for word in ("none", "selective", "full", "offload"):
+        share = setup.share_of_layers(word)
+        if share and word not in strategies:
+            return None
+        total += share * strategies[word].seconds if share else 0.0
+    return total

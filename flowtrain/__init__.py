@@ -5,6 +5,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 _FUNCTIONS = (
+    "calibrate",
     "data_check",
     "data_show",
     "doctor",

@@ -19,6 +19,7 @@ from flowtrain.observability.trace_request import TraceAnswer, TraceWindow, requ
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
+    from flowtrain.controller.calibration import CalibrationReport
     from flowtrain.controller.dataset.report import DataReport
     from flowtrain.controller.dataset.show import ShownSample
     from flowtrain.controller.doctor.report import DoctorReport
@@ -246,6 +247,19 @@ def profile(
     from flowtrain.controller.profiling import measure
 
     return measure(resolved, devices, progress, trials=trials)
+
+
+def calibrate(run: str | PathLike[str], *, profile: str | PathLike[str] | None = None) -> CalibrationReport:
+    """Fit predicted times to a finished run's trace; the report's profile is for ``plan`` and ``simulate``.
+
+    run: a run's directory, or its name under ``runs``.
+    profile: a file with the times that are fitted; by default the one that the run was planned with, else the run's.
+
+    Raises ConfigError if the run has no trace, or if nothing predicts times of its device.
+    """
+    from flowtrain.controller.calibration import calibrate_run
+
+    return calibrate_run(find_run(run), Path(profile).expanduser() if profile is not None else None)
 
 
 def pack(

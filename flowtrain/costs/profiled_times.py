@@ -99,7 +99,9 @@ class ProfileTimes:
         """As ``ModuleTimes``; without attention apart, microbatches of as many tokens take as long."""
         tokens = works.num_tokens
         return MicrobatchSeconds(
-            self._layers_s(tokens, works.squares, tp), self._heads_s(tokens, works.target_tokens, tp), self.connector_s(tokens, tp)
+            self._layers_s(tokens, works.squares, tp),
+            self._heads_s(tokens, works.target_tokens, tp),
+            self.connector_s(tokens, tp),
         )
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:

@@ -274,4 +274,5 @@ def span_args(name: str, action: Action, batch: PackedBatch, tp_rank: int) -> di
         "module": action.module.value,
         "stage": action.stage,
         "num_tokens": batch.num_tokens,
+        "images": 0 if batch.images is None else len(batch.images.sizes),
     }

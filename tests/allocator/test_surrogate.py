@@ -30,7 +30,9 @@ ENDLESS = Links(1e30, 1e30, "no communication")
 def surrogate(
     setup: TrainingSetup = SETUP, links: Links | None = None, device: dict[str, Any] | None = None, **changes: Any
 ) -> Surrogate:
-    kind = replace(data_sheet_device_type("h200", 1024), **({} if links is None else {"links": links}), **(device or {}))
+    kind = replace(
+        data_sheet_device_type("h200", 1024), **({} if links is None else {"links": links}), **(device or {})
+    )
     data, devices = workload(**changes), Cluster((kind,))
     times = {"h200": Roofline(kind, MODEL, data, setup, PERFECT)}
     return Surrogate(devices, MODEL, data, setup, times, link_efficiency=1.0)

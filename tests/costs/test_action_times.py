@@ -128,4 +128,6 @@ def test_a_profiles_links_are_measured_so_they_are_reached_in_full() -> None:
     times, work = _times(1, 1, "full", "step"), MicrobatchWork((2048,), 1024, 10)
     config = load_config(REPOSITORY / "configs" / "quickstart.yaml")
     measured = replace(times, times=replace(times.times, profile=cpu_profile(config)))
-    assert measured.transfer_s(work) == pytest.approx(times.times.rules.efficiency.point_to_point * times.transfer_s(work))
+    assert measured.transfer_s(work) == pytest.approx(
+        times.times.rules.efficiency.point_to_point * times.transfer_s(work)
+    )

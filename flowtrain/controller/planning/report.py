@@ -211,9 +211,7 @@ def make_report(
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
     plan = startable_plan(planned, winner, cluster)
-    return PlanReport(
-        planned, cluster, setup, request.budget, rules, comparison, plan, profile, where, asked, unused
-    )
+    return PlanReport(planned, cluster, setup, request.budget, rules, comparison, plan, profile, where, asked, unused)
 
 
 def startable_plan(planned: Planned, rating: ModeRating, cluster: Cluster) -> Plan:

@@ -64,9 +64,7 @@ def surrogates(times_of: DeviceTimesOf) -> SurrogateFactory:
             one = next(iter(of.values()))
             cluster, model, workload = request.cluster, request.model, request.workload
             shares = one.link_efficiency, one.sending_efficiency
-            made[key] = Surrogate(
-                cluster, model, workload, request.setup, times, shares[0], request.slices, shares[1]
-            )
+            made[key] = Surrogate(cluster, model, workload, request.setup, times, shares[0], request.slices, shares[1])
         return made[key]
 
     return surrogate_for

@@ -225,9 +225,9 @@ def _by_data_sheet(report: PlanReport) -> str:
     )
     return (
         f"rates from data sheets, nothing was measured: {share.matmul:.0%} of the peak in the backbone's matrix "
-        f"products, {share.encoder_matmul:.0%} in encoders', {share.attention:.0%} in attention; {share.norm:.0%} of the "
-        f"memory's and {share.collective:.0%} of the links' bandwidth: {figures}; microbatches {report.planned.workload.fill:.0%} full; launching kernels and decoding "
-        "images take no time"
+        f"products, {share.encoder_matmul:.0%} in encoders', {share.attention:.0%} in attention; {share.norm:.0%} of "
+        f"the memory's and {share.collective:.0%} of the links' bandwidth: {figures}; microbatches "
+        f"{report.planned.workload.fill:.0%} full; launching kernels and decoding images take no time"
     )
 
 

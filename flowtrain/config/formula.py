@@ -23,7 +23,7 @@ _Function = Callable[[Any, Any], Any]
 
 
 class Formula:
-    """A formula of numbers, ``NAMES``, ``+ - * / **``, ``max`` and ``min``; ValueError if the text is something else."""
+    """A formula of numbers, ``NAMES``, ``+ - * / **``, ``max`` and ``min``; other texts are a ValueError."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -55,9 +55,7 @@ def _check(node: ast.expr, text: str) -> None:
         children = [node.operand]
     elif isinstance(node, ast.Call) and _is_function(node):
         children = node.args
-    elif isinstance(node, ast.Name) and node.id in NAMES:
-        children = []
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+    elif (isinstance(node, ast.Name) and node.id in NAMES) or _is_number(node):
         children = []
     else:
         raise ValueError(
@@ -66,6 +64,10 @@ def _check(node: ast.expr, text: str) -> None:
         )
     for child in children:
         _check(child, text)
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
 def _is_function(node: ast.Call) -> bool:

@@ -234,8 +234,8 @@ class Profile:
         """The device's facts; ConfigError if there are none."""
         if self.facts is None:
             raise ConfigError(
-                f"{self.source} has no times of {self.device}: a run wrote it, for scheduler.cost_profile alone; take a "
-                "profile of flowtrain profile, or of flowtrain calibrate RUN, which fits times to a finished run"
+                f"{self.source} has no times of {self.device}: a run wrote it, for scheduler.cost_profile alone; take "
+                "a profile of flowtrain profile, or of flowtrain calibrate RUN, which fits times to a finished run"
             )
         return self.facts
 

@@ -1,4 +1,4 @@
-"""What a profile knows of single layers: attention apart from the rest, and each kind of layer in each memory strategy."""
+"""What a profile has of single layers: attention apart from the rest, each kind of layer in each memory strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionCosts:
     """Sums over sub-sequences of their squared tokens in the microbatches that the layer's table has times of."""
 
     def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, squares: FloatArray) -> FloatArray:
-        """Return what microbatches take more than measured ones of as many tokens, ``[N]``; less than 0: they take less.
+        """Return seconds that microbatches take more than measured ones of as many tokens, ``[N]``; may be negative.
 
         lengths: packed lengths of the table. squares: sums over each one's sub-sequences.
         """

@@ -14,7 +14,6 @@ from flowtrain.errors import ConfigError
 from flowtrain.scheduler.cost import eq3, make_cost_model
 from flowtrain.types.plan import CostModel
 
-
 logger = logging.getLogger(__name__)
 
 

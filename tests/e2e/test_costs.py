@@ -15,8 +15,8 @@ from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.scheduler.cost import eq3
-from flowtrain.scheduler.run_cost import read_microbatch_costs
 from flowtrain.scheduler.refit import REFIT_STEPS
+from flowtrain.scheduler.run_cost import read_microbatch_costs
 from flowtrain.training.checkpoint_store import latest_complete, read_meta
 from flowtrain.types.plan import CostModel
 from tests.e2e.worlds import World, tiny_config

@@ -1,0 +1,85 @@
+"""Robust means of measured over predicted times, and module times with such factors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.costs.action_times import DeviceTimes
+from flowtrain.costs.calibration import FEWEST, Calibration, factor, robust_mean
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
+from flowtrain.costs.model_spec import FROZEN_ENCODERS
+from flowtrain.costs.profile import Profile, read_profile
+from flowtrain.costs.profile_layers import AttentionCosts, StrategyCosts
+from tests.allocator.worlds import MODEL, SETUP, cluster, workload
+from tests.costs.test_profile import LENGTHS, PROFILE, times
+
+CALIBRATION = Calibration("measure", backbone=1.5, encoders={"vision": 0.5}, optimizer=2.0, step_host_s=0.25)
+TOKENS = np.array([4096.0])
+
+
+@given(st.floats(0.1, 10.0), st.lists(st.floats(0.01, 1.0), min_size=20, max_size=60), st.integers(0, 3))
+def test_a_factor_is_found_whatever_a_few_stalls_take(true: float, predicted: list[float], stalls: int) -> None:
+    measured = [true * each for each in predicted]
+    for number in range(stalls):
+        measured[number] *= 50.0
+    assert factor(measured, predicted) == pytest.approx(true)
+    assert factor(measured[: FEWEST - 1], predicted[: FEWEST - 1]) == 1.0, "too few say nothing"
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))
+def test_a_robust_mean_lies_among_its_values(values: list[float]) -> None:
+    assert min(values) - 1e-9 <= robust_mean(values) <= max(values) + 1e-9
+
+
+def test_times_have_the_factors_and_the_host_counts_once_a_step() -> None:
+    (device,) = cluster(h200=8).device_types
+    plain = DeviceTimes(device, MODEL, SETUP, FROZEN_ENCODERS)
+    fitted = replace(plain, profile=Profile("h200", {}, {}, calibration=CALIBRATION))
+    before, after = (each.of(workload()) for each in (plain, fitted))
+    assert after.layer_s(TOKENS, 1) == pytest.approx(1.5 * before.layer_s(TOKENS, 1))
+    assert after.images_s("vision", 1) == pytest.approx(0.5 * before.images_s("vision", 1))
+    parameters = np.array([1e9])
+    assert after.step_s(parameters) == pytest.approx(2.0 * before.step_s(parameters) + 0.25)
+    work = MicrobatchColumns.of([MicrobatchWork((700, 40), 300, 100)])
+    for name in ("layer", "head", "connector"):
+        one, other = (getattr(each.microbatches_s(work, 1), name) for each in (before, after))
+        assert other == pytest.approx(1.5 * one)
+    assert fitted.link_efficiency == plain.link_efficiency, "links are still by data sheet"
+
+
+def test_a_calibrated_profile_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(replace(PROFILE, calibration=CALIBRATION).to_json())
+    assert read_profile(path).calibration == CALIBRATION
+
+
+def test_attention_tells_long_sequences_from_short_ones() -> None:
+    """Measured with the data's mix; a microbatch of one long sequence takes more, one of many short ones less."""
+    mix = 1280 * 1.36 * np.array(LENGTHS.num_tokens)
+    apart = replace(PROFILE, attention={1: AttentionCosts(1e-9, tuple(mix.tolist()))})
+    found, before = times(apart), times()
+    long, short = (
+        float(found.microbatches_s(MicrobatchColumns.of([MicrobatchWork(lengths, 0, 0)]), 1).layer[0])
+        for lengths in ((4096,), (64,) * 64)
+    )
+    assert long - short == pytest.approx(1e-9 * (4096**2 - 64 * 64**2))
+    assert short < float(before.layer_s(TOKENS, 1)[0]) < long
+    data = workload()
+    squares = float(np.square(data.lengths).sum() / data.lengths.sum()) * 4096
+    expected = float(before.layer_s(TOKENS, 1)[0]) + 1e-9 * (squares - 1280 * 1.36 * 4096)
+    assert float(found.layer_s(TOKENS, 1)[0]) == pytest.approx(expected)
+
+
+def test_measured_strategies_come_before_counted_forwards() -> None:
+    strategies = {"none": StrategyCosts(4096, 0.02, 1e8), "full": StrategyCosts(4096, 0.025, 1e6)}
+    profile = replace(
+        PROFILE, strategies=strategies, model={**PROFILE.model, "activation_checkpointing": "none"}
+    )
+    found = times(profile)  # the setup recomputes in full
+    assert float(found.layer_s(TOKENS, 1)[0]) == pytest.approx(1.25 * 0.03)

@@ -21,15 +21,16 @@ from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.models.device import default_device, device_name
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.initial_weights import materialize
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
-from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
+from flowtrain.training.profile_backbone import STRATEGIES, BackboneProfiler, num_layers_of
 from flowtrain.training.profile_device import link_bandwidth, memory_bandwidth, memory_nbytes
-from flowtrain.training.profile_encoder import measure_encoder
+from flowtrain.training.profile_encoder import measure_encoder, measure_encoder_layers
 from flowtrain.training.profile_pieces import Pieces, pin_to
 from flowtrain.types.memory import Extent
 from flowtrain.types.plan import Degrees, Unit, UnitKind
-from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, EncoderTimes, ReplicaSteps
+from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, EncoderTimes, LayerTimes, ReplicaSteps
 from flowtrain.types.samples import SampleRef
 
 _CALLS, _PAUSE_S = 50, 0.01
@@ -180,7 +181,15 @@ class Profiler:
         batches = batch_sizes(settings.max_batch_patches, sizes[0])
         chosen = {size: pixels[size] for size in sizes}
         seconds = measure_encoder(module, chosen, batches, settings.max_batch_patches)
-        return EncoderTimes(sizes, batches, seconds, decode_s)
+        del module
+        return EncoderTimes(sizes, batches, seconds, decode_s, self._encoder_layers(name, pixels[sizes[-1]]))
+
+    def _encoder_layers(self, name: str, image: np.ndarray) -> dict[str, LayerTimes]:
+        """Measure a trained layer of an encoder over one image in each memory strategy."""
+        stage = self._family.encoder_skeleton(name)
+        stage.to(getattr(torch, self._config.model.dtype))
+        materialize(stage, self._group.device, self._family.encoder_weights(name), from_checkpoint=False)
+        return measure_encoder_layers(stage, [image], STRATEGIES, self._group.device)
 
     def _decoded(self, name: str, refs: Sequence[SampleRef]) -> tuple[dict[int, np.ndarray], float]:
         """Return one preprocessed image or tile for each number of patches, and the mean seconds that one takes."""

@@ -221,7 +221,9 @@ def _order(config: RunConfig) -> str:
 
 def _cost(run_spec: RunSpec) -> str:
     label, profile = cost_label(run_spec.config, run_spec.cost), run_spec.cost_profile
-    return label if profile is None else f"{label} (R2 {profile.fitted.r2:.3f}): {profile.source}"
+    if profile is None or profile.microbatches is None:
+        return label
+    return f"{label} (R2 {profile.microbatches.fitted.r2:.3f}): {profile.source}"
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:

@@ -218,7 +218,7 @@ class _Fit:
             yield from self._of_stage(span)
 
     def _of_stage(self, span: Span) -> Iterator[tuple[str, float]]:
-        module = StageModule(span.args["module"])
+        module = StageModule(str(span.args["module"]))
         stage = self._partition.of_module(module)[int(span.args["stage"])]
         work = stage_work(self._partition, stage, self._encoder)
         if module is StageModule.ENCODER:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import ray
 
@@ -31,6 +31,7 @@ from flowtrain.costs.profile import (
     model_facts,
 )
 from flowtrain.costs.profile_checks import profile_warnings
+from flowtrain.costs.profile_layers import AttentionCosts, LayerStrategy, Strategies, StrategyCosts
 from flowtrain.costs.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
 from flowtrain.costs.profile_together import (
     BATCH_CALLS,
@@ -47,7 +48,7 @@ from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.plan import Degrees
-from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, ReplicaSteps
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, LayerTimes, ReplicaSteps
 from flowtrain.types.samples import SampleRef, SizedSample
 
 MOST_DEVICES = 8
@@ -231,6 +232,9 @@ class _Measured:
             layers={tp: LengthTable(tokens, times.layers_s) for tp, times in self._backbones.items()},
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
+            attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
+            strategies=_strategies(alone.strategies),
+            encoder_strategies={name: _strategies(times.strategies) for name, times in self._encoders.items()},
             encoders={
                 name: {1: ImageTable(times.num_patches, times.batch, times.seconds)}
                 for name, times in self._encoders.items()
@@ -261,6 +265,14 @@ class _Measured:
         # A CPU next to an accelerator assembles and locates microbatches meanwhile; a core that is the device cannot.
         microbatch_s = alone.assembling_s + MICROBATCH_CALLS * self._call_s if self._on_cpu else 0.0
         return StepCosts(alone.step_s + REPLICA_CALLS * self._call_s, microbatch_s, alone.parameter_s)
+
+
+def _strategies(found: Mapping[str, LayerTimes]) -> Strategies:
+    return {
+        word: StrategyCosts(found[word].num_tokens, found[word].seconds, found[word].kept_nbytes)
+        for word in get_args(LayerStrategy)
+        if word in found
+    }
 
 
 def _devices(config: RunConfig) -> tuple[str, int]:

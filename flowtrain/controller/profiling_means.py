@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from flowtrain.costs.profile import DeviceFacts
-from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, ReplicaSteps
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, LayerTimes, ReplicaSteps
 
 
 def slowest_facts(devices: Sequence[DeviceReport], devices_per_node: int) -> DeviceFacts:
@@ -40,7 +40,22 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         assembling_s=mean("assembling_s"),
         step_s=mean("step_s"),
         parameter_s=mean("parameter_s"),
+        square_s=mean("square_s"),
+        squares=times[0].squares,
+        strategies=_mean_layers([one.strategies for one in times]),
     )
+
+
+def _mean_layers(found: Sequence[Mapping[str, LayerTimes]]) -> dict[str, LayerTimes]:
+    """Return the means of a layer's times by memory strategy."""
+    return {
+        word: LayerTimes(
+            first.num_tokens,
+            statistics.mean(each[word].seconds for each in found),
+            statistics.mean(each[word].kept_nbytes for each in found),
+        )
+        for word, first in found[0].items()
+    }
 
 
 def mean_steps(steps: Sequence[ReplicaSteps]) -> ReplicaSteps:
@@ -58,4 +73,5 @@ def mean_encoder(times: Sequence[EncoderTimes]) -> EncoderTimes:
         times[0],
         seconds=tuple(tuple(row) for row in seconds),
         decode_s=statistics.mean(one.decode_s for one in times),
+        strategies=_mean_layers([one.strategies for one in times]),
     )

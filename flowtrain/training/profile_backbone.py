@@ -6,7 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -18,18 +19,29 @@ from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
-from flowtrain.pipeline.actions import Action
+from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import BackboneSource
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import clock_of
+from flowtrain.training.profile_memory import kept_nbytes
 from flowtrain.training.stages import Stages
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
-from flowtrain.types.profile import BackboneTimes, ReplicaSteps
+from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
+FEW_STEPS = 3
+"""Measured steps where one length alone is measured."""
+STRATEGIES = {
+    "none": MemoryKind.KEEP,
+    "selective": MemoryKind.SELECTIVE,
+    "full": MemoryKind.RECOMPUTE,
+    "offload": MemoryKind.OFFLOAD,
+}
+"""Kinds by the words of ``backbone.activation_checkpointing``."""
+_PARTS = 4
 _LEAST_S = 1e-9
 MOST_LAYERS = 5
 """A model of at most this many layers is measured whole, so its times include what memory and caches add with depth."""
@@ -96,14 +108,60 @@ class BackboneProfiler:
         layers = np.minimum(layers, (deep - connectors) / depth)
         heads = deep - depth * layers - connectors
         step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
+        longest = [by_length[-1] for by_length in mixes]
+        squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         return BackboneTimes(
             layers_s=_positive(layers),
             heads_s=_positive(heads),
             connectors_s=_positive(connectors),
-            assembling_s=self._assembling_s([by_length[-1] for by_length in mixes]),
+            assembling_s=self._assembling_s(longest),
             step_s=step_s,
             parameter_s=parameter_s,
+            square_s=self._square_s(longest[0]),
+            squares=tuple(np.mean(squares, axis=0).tolist()),
+            strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
         )
+
+    def _square_s(self, mix: Sequence[PlannedSample]) -> float:
+        """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens."""
+        num_tokens = sum(each.num_tokens for each in mix)
+        part = num_tokens // _PARTS
+        if not part:
+            return 0.0
+        whole, parts = (
+            [PlannedSample(number, length, 0, max(1, length - 1)) for number in range(count)]
+            for length, count in ((part * _PARTS, 1), (part, _PARTS))
+        )
+        batches = [self._batch(whole), self._batch(parts)]
+        found = []
+        for number in range(WARMUP_STEPS + FEW_STEPS):
+            deep, one = (self._step(depth, batches).microbatches_s for depth in (len(self._layers), 1))
+            if number >= WARMUP_STEPS:
+                found.append((deep[0] - deep[1]) - (one[0] - one[1]))
+        squares = (part * _PARTS) ** 2 - _PARTS * part**2
+        return max(0.0, statistics.median(found)) / (len(self._layers) - 1) / squares
+
+    def _strategy(self, kind: MemoryKind, mix: Sequence[PlannedSample]) -> LayerTimes:
+        """Times of a layer that follows a memory strategy, over a full microbatch."""
+        batch, memory = [self._batch(mix)], MemoryStrategy(kind)
+        seconds, kept = [], []
+        for number in range(WARMUP_STEPS + FEW_STEPS):
+            deep, one = (self._step(depth, batch, memory).microbatches_s[0] for depth in (len(self._layers), 1))
+            if number >= WARMUP_STEPS:
+                seconds.append(deep - one)
+        for depth in (len(self._layers), 1):
+            with _only_layers(self._module, self._layers[:depth]):
+                kept.append(self._kept_nbytes(batch * 3, memory))
+        more = len(self._layers) - 1
+        num_tokens = sum(each.num_tokens for each in mix)
+        layer_s = max(statistics.median(seconds) / more, _LEAST_S)
+        return LayerTimes(num_tokens, layer_s, max(kept[0] - kept[1], 0) / more)
+
+    def _kept_nbytes(self, batches: Sequence[PackedBatch], memory: MemoryStrategy) -> int:
+        """Bytes that the forward of a microbatch in the middle leaves for its backward."""
+        runtime = _HeldStages(self._trainer.stages, self._now_s, self._group.device)
+        self._execute(batches, runtime, memory)
+        return runtime.kept_nbytes
 
     def replica_steps(self, mixes: Sequence[Sequence[PlannedSample]]) -> ReplicaSteps:
         """Return the medians over steps of one full microbatch each; ``mixes`` in turn; collective."""
@@ -128,23 +186,28 @@ class BackboneProfiler:
         batches = [self._batch(mix)] * 2
         return lambda: self._run(batches)
 
-    def _step(self, num_layers: int, batches: Sequence[PackedBatch]) -> _Step:
+    def _step(self, num_layers: int, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> _Step:
         ends = [batches[-1], *batches, batches[-1]]
         with _only_layers(self._module, self._layers[:num_layers]):
             started_s = self._now_s()
-            seconds = self._run(ends)
+            seconds = self._run(ends, memory)
             total_s = self._now_s() - started_s
         microbatches_s = [seconds[number] for number in range(1, len(ends) - 1)]
         return _Step(microbatches_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
 
-    def _run(self, batches: Sequence[PackedBatch]) -> Mapping[int, float]:
-        """Run a step; returns the seconds of each microbatch."""
-        self._steps += 1
+    def _run(self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> Mapping[int, float]:
+        """Run a step; returns the seconds of each microbatch. memory: of all layers; None: as configured."""
         runtime = _TimedStages(self._trainer.stages, self._now_s)
+        self._execute(batches, runtime, memory)
+        return runtime.seconds
+
+    def _execute(self, batches: Sequence[PackedBatch], runtime: _TimedStages, memory: MemoryStrategy | None) -> None:
+        self._steps += 1
         actions = self._trainer.begin_unit(_plan_of(batches, self._steps, self._group.degrees.dp))
+        if memory is not None:
+            actions = tuple(each if each.memory is None else replace(each, memory=memory) for each in actions)
         execute(actions, runtime, batches.__getitem__)
         self._trainer.finish_unit()
-        return runtime.seconds
 
     def _step_costs(self, steps: dict[str, list[_Step]]) -> tuple[float, float]:
         """Seconds per step and per parameter from the two depths."""
@@ -251,6 +314,22 @@ class _TimedStages:
         started_s = self._now_s()
         yield
         self.seconds[action.microbatch] += self._now_s() - started_s
+
+
+class _HeldStages(_TimedStages):
+    """Also counts the bytes that the forward of the second microbatch leaves."""
+
+    def __init__(self, stages: Stages, now_s: Callable[[], float], device: torch.device) -> None:
+        super().__init__(stages, now_s)
+        self._device = device
+        self.kept_nbytes = 0
+
+    def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
+        """See ``StageRuntime``."""
+        if action.microbatch != 1:
+            super().forward_stage(action, microbatch)
+            return
+        self.kept_nbytes = kept_nbytes(partial(self._stages.forward_stage, action, microbatch), self._device)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,18 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Median times of one layer that follows a memory strategy."""
+
+    num_tokens: int
+    """Of the measured microbatch, or of the measured images in an encoder's layers."""
+    seconds: float
+    """Forward and backward with recomputation."""
+    kept_nbytes: float
+    """Device bytes that it keeps from forward to backward."""
+
+
+@dataclass(frozen=True, slots=True)
 class BackboneTimes:
     """Median seconds of the backbone's modules; ``N`` measured packed lengths, ascending."""
 
@@ -37,6 +49,12 @@ class BackboneTimes:
     """Each step, in addition to its microbatches; does not depend on the model's size."""
     parameter_s: float
     """Each step, per parameter that the device clips and updates."""
+    square_s: float = 0.0
+    """Attention in one decoder layer, forward and backward with recomputation, per squared token of a sub-sequence."""
+    squares: tuple[float, ...] = ()
+    """Mean sums over sub-sequences of their squared tokens in the measured microbatches; ``[N]``, or none."""
+    strategies: dict[str, LayerTimes] = field(default_factory=dict)
+    """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,8 @@ class EncoderTimes:
     """One forward; ``[P, B]``."""
     decode_s: float
     """Mean of reading, decoding and preprocessing one image in one thread."""
+    strategies: dict[str, LayerTimes] = field(default_factory=dict)
+    """One layer, trained, by memory strategy; none if the tower's layers cannot be taken apart."""
 
 
 @dataclass(frozen=True, slots=True)

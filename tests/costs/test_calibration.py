@@ -78,8 +78,6 @@ def test_attention_tells_long_sequences_from_short_ones() -> None:
 
 def test_measured_strategies_come_before_counted_forwards() -> None:
     strategies = {"none": StrategyCosts(4096, 0.02, 1e8), "full": StrategyCosts(4096, 0.025, 1e6)}
-    profile = replace(
-        PROFILE, strategies=strategies, model={**PROFILE.model, "activation_checkpointing": "none"}
-    )
+    profile = replace(PROFILE, strategies=strategies, model={**PROFILE.model, "activation_checkpointing": "none"})
     found = times(profile)  # the setup recomputes in full
     assert float(found.layer_s(TOKENS, 1)[0]) == pytest.approx(1.25 * 0.03)

@@ -46,7 +46,12 @@ def test_a_profile_is_measured_and_planned_from(
     assert profile.layers[1].num_tokens[-1] == 4 * config.scheduler.microbatch_tokens, "which mode auto may choose"
     assert all(factor > 0 for factor in profile.interference["vision"].factors)
     assert set(profile.replicas) == {"full", "gradients"} and profile.host is not None and profile.host.sample_s > 0
-    assert profile.facts.link is not None and profile.facts.devices_per_node == 4
+    assert profile.known_facts.link is not None and profile.known_facts.devices_per_node == 4
+    assert all(each.square_s >= 0 and len(each.squares) == 8 for each in profile.attention.values())
+    words = {"none", "selective", "full", "offload"}
+    for strategies in (profile.strategies, profile.encoder_strategies["vision"]):
+        assert set(strategies) == words
+        assert strategies["full"].kept_nbytes < strategies["selective"].kept_nbytes < strategies["none"].kept_nbytes
 
     result = CliRunner().invoke(app, ["plan", str(path), "--profile", str(saved), "--devices", "3", "--json"])
     assert result.exit_code == 0, result.stderr

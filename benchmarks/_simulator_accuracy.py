@@ -1,0 +1,203 @@
+"""What is simulated and run for the simulator's accuracy: configurations on two cores, their predictions, their runs."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _modes_runs import Workload
+
+from flowtrain.actors.backbone import BackboneRank
+from flowtrain.actors.encoder import Encoder
+from flowtrain.allocator import monolithic
+from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.drawn_batches import DrawnBatches
+from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.request import Request
+from flowtrain.allocator.simulated import simulated_run
+from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.allocator.whole import slowdown_of
+from flowtrain.config.load import load_config
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.planning.devices import AskedDevices, cluster_of
+from flowtrain.controller.planning.planned_run import planned_run
+from flowtrain.controller.planning.request import device_times, request_of, surrogates
+from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
+from flowtrain.costs.operators import OperatorRules
+from flowtrain.costs.profile import Profile
+from flowtrain.observability.metrics import read_metrics
+from flowtrain.types.plan import Degrees
+from flowtrain.types.run_plan import Mode
+
+MEMORY_ENV = "FLOWTRAIN_BENCHMARK_MEMORY"
+WARM_UP, ENDING = 4, 3
+"""Steps that are not measured: the encoder works ahead at the start and is idle at the end."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mode with degrees, on two cores. name: also of its runs."""
+
+    name: str
+    mode: Mode
+    degrees: Degrees
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def num_encoders(self) -> int:
+        """Replicas of the encoder with actors of their own."""
+        return {"decoupled": 1, "disaggregated": 1, "colocated": self.degrees.world_size}.get(self.mode, 0)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Its overrides of a configuration."""
+        degrees = self.degrees
+        return (
+            f"mode={self.mode}",
+            f"backbone.data_parallel_size={degrees.dp}",
+            f"backbone.pipeline_parallel_size={degrees.pp}",
+            f"backbone.tensor_parallel_size={degrees.tp}",
+            f"encoders.vision.data_parallel_size={max(1, self.num_encoders)}",
+            *self.overrides,
+        )
+
+
+INTERLEAVED = ("pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2")
+CASES = (
+    Case("decoupled", "decoupled", Degrees()),
+    Case("disaggregated", "disaggregated", Degrees()),
+    Case("colocated_dp2", "colocated", Degrees(dp=2)),
+    Case("monolithic_dp2", "monolithic", Degrees(dp=2)),
+    Case("monolithic_tp2", "monolithic", Degrees(tp=2)),
+    Case("monolithic_pp2", "monolithic", Degrees(pp=2)),
+    Case("monolithic_pp2_interleaved", "monolithic", Degrees(pp=2), INTERLEAVED),
+    Case("llm_only_dp2", "llm_only", Degrees(dp=2)),
+    Case("llm_only_pp2", "llm_only", Degrees(pp=2)),
+    Case("llm_only_pp2_interleaved", "llm_only", Degrees(pp=2), INTERLEAVED),
+)
+QUICK = ("decoupled", "colocated_dp2", "monolithic_dp2", "monolithic_pp2", "llm_only_dp2")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of one case."""
+
+    rate: float
+    """Samples/s."""
+    peak_nbytes: int
+    """Of the fullest backbone rank."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Of one run. peak_nbytes: of the fullest backbone rank, above what its libraries take."""
+
+    rate: float
+    peak_nbytes: int
+    directory: Path
+
+
+def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfig:
+    """The configuration of a case on a workload; every step is traced."""
+    changes = (
+        f"name={name}",
+        f"training.max_steps={steps}",
+        "checkpoint.every_steps=100000",
+        "checkpoint.at_end=false",
+        "observability.progress=off",
+        "observability.dashboard=false",
+        f"observability.trace.steps={steps}",
+    )
+    return load_config(workload.config_file(), [*changes, *case.changes])
+
+
+def predict(config: RunConfig, case: Case, profile: Profile) -> Predicted:
+    """What the simulator says of the configured degrees, with the host's work."""
+    planned = planned_run(config)
+    cluster = cluster_of(AskedDevices(devices=2), planned, profile)
+    request = request_of(planned, cluster, profile)
+    times_of = device_times(config, OperatorRules.of(config.costs), profile)
+    (device,) = cluster.device_types
+    backbone = Candidate(BACKBONE, device.name, case.degrees, gradient_reduction="step")
+    encoders = {"vision": Candidate("vision", device.name, Degrees(dp=case.num_encoders))} if case.num_encoders else {}
+    place = config.pipeline.encoder_layers if case.mode == "monolithic" else None
+    candidate = ModeCandidate(case.mode, backbone, encoders, encoder_layers=place, devices=2)
+    at = request.of(backbone)
+    surrogate = surrogates(times_of)(at)
+    batches = DrawnBatches.draw(at.workload, scheduler=config.scheduler)
+    slowdown, _ = slowdown_of(at, surrogate, device.name)
+    run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
+    return Predicted(at.workload.global_batch_size / run.step_s, _peak_nbytes(at, candidate))
+
+
+def _peak_nbytes(request: Request, candidate: ModeCandidate) -> int:
+    if candidate.mode == "monolithic":
+        return monolithic.memory(request, candidate.backbone, candidate.encoder_layers or "first").peak
+    return request.backbone_memory(candidate.backbone).peak
+
+
+def run(config: RunConfig, case: Case, directory: Path) -> Ran:
+    """Train, and return the rate of the steps in the middle."""
+    memory = directory / f"{config.name}.memory"
+    memory.mkdir()
+    os.environ[MEMORY_ENV] = str(memory)
+    apart = case.mode in ("decoupled", "disaggregated")
+    classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
+    summary = run_training(config, classes=classes)
+    lines = list(read_metrics(summary.directory / "metrics.jsonl"))[WARM_UP:-ENDING]
+    rate = sum(line["num_samples"] for line in lines) / sum(line["step_time_s"] for line in lines)
+    peaks = [int(file.read_text()) for file in memory.iterdir()]
+    return Ran(float(rate), max(peaks, default=0), summary.directory)
+
+
+def _stay_on(number: int) -> None:
+    """Keep this process, with all its present and later threads, on one of the first two cores."""
+    core = sorted(os.sched_getaffinity(0))[number % 2]
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+class PinnedEncoder(Encoder):
+    """An encoder on the core of its number."""
+
+    def __init__(self, config: RunConfig, encoder: str, name: str, run_id: str) -> None:
+        _stay_on(int(name.rpartition("-")[2]))
+        super().__init__(config, encoder, name, run_id)
+
+
+class _Watched(BackboneRank):
+    """Notes the peak of its process's memory above what it had before the model was built."""
+
+    def start(self, *args: Any) -> Any:
+        self._before = _resident_nbytes()
+        return super().start(*args)
+
+    def _report(self, *args: Any) -> bool:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path(os.environ[MEMORY_ENV], str(os.getpid())).write_text(str(max(0, peak - self._before)))
+        return super()._report(*args)
+
+
+class PinnedBackbone(_Watched):
+    """A backbone rank on the core of its number."""
+
+    def __init__(self, config: RunConfig, rank: int, *args: Any) -> None:
+        _stay_on(rank)
+        super().__init__(config, rank, *args)
+
+
+class BackboneOnSecond(_Watched):
+    """A backbone rank on the second core."""
+
+    def __init__(self, *args: Any) -> None:
+        _stay_on(1)
+        super().__init__(*args)
+
+
+def _resident_nbytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

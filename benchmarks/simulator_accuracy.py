@@ -1,0 +1,199 @@
+"""How near the simulator is to real runs on two cores: order uncalibrated, error calibrated, peak memory.
+
+python benchmarks/simulator_accuracy.py [--quick] [--only real] [--models-dir DIRECTORY] [--traces DIRECTORY] [--json]
+
+Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone rank; both schedules) trains several mixes
+of samples, every process pinned to its core. A profile is measured first (``flowtrain profile``); each case is simulated
+with its own degrees on it. Calibrated predictions use ``flowtrain calibrate`` on the same case's run of another mix, never
+on the run that is tested. Peak memory is what the fullest backbone rank's process takes above its libraries. Runs use the
+quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one. Exits with 1 if a run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import _modes_actors
+import _simulator_accuracy
+import numpy as np
+import ray
+from _modes_data import QUICKSTART, REAL
+from _modes_runs import Workload
+from _modes_workloads import FULL, MIXES, prepare
+from _report import Figure, at_least, at_most, emit
+from _simulator_accuracy import CASES, ENDING, QUICK, WARM_UP, Case, Predicted, Ran, config_of, predict, run
+
+import flowtrain
+from flowtrain.controller.calibration import calibrate_run
+from flowtrain.costs.profile import Profile
+from flowtrain.errors import FlowTrainError
+
+STEPS, QUICK_STEPS = 36, 16
+
+
+@dataclass(frozen=True)
+class Tested:
+    """One case on one mix. calibrated: by a run of another mix; None if there was none."""
+
+    label: str
+    case: Case
+    ran: Ran
+    plain: Predicted
+    calibrated: Predicted | None
+
+    @property
+    def error(self) -> float:
+        """Of the rate without calibration, signed."""
+        return self.plain.rate / self.ran.rate - 1.0
+
+    @property
+    def calibrated_error(self) -> float | None:
+        """Of the rate with calibration, signed."""
+        return None if self.calibrated is None else self.calibrated.rate / self.ran.rate - 1.0
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Spearman's; 1 where both have the same order."""
+    ranks = [np.argsort(np.argsort(each)).astype(np.float64) for each in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def measured_profile(workload: Workload, case: Case, steps: int, directory: Path) -> Profile:
+    """Measure the modules of a model on both cores."""
+    config = config_of(workload, case, "profiled", steps)
+    report = flowtrain.profile(config, devices=2, progress=lambda what: _say(f"measuring {what}"))
+    (directory / "profile.json").write_text(report.profile.to_json())
+    return report.profile
+
+
+def test_model(label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int) -> list[Tested]:
+    """Run and simulate all cases on all mixes of a model."""
+    first = next(iter(workloads.values()))
+    profile = measured_profile(first, cases[0], steps, first.scratch)
+    tested = []
+    for case in cases:
+        runs: dict[str, Ran] = {}
+        for mix, workload in workloads.items():
+            name = f"{case.name}-{mix}"
+            runs[mix] = run(config_of(workload, case, name, steps), case, workload.scratch)
+            _say(f"{label}.{name}: {runs[mix].rate:.2f} samples/s")
+        for mix, workload in workloads.items():
+            config = config_of(workload, case, f"{case.name}-{mix}-asked", steps)
+            others = [other for other in runs if other != mix]
+            fitted = None
+            if others:
+                calibration = calibrate_run(runs[others[0]].directory, workloads_profile(first)).profile
+                fitted = predict(config, case, calibration)
+            tested.append(Tested(f"{label}.{case.name}.{mix}", case, runs[mix], predict(config, case, profile), fitted))
+            _say_tested(tested[-1])
+    return tested
+
+
+def workloads_profile(workload: Workload) -> Path:
+    """The file of a model's profile."""
+    return workload.scratch / "profile.json"
+
+
+def figures_of(tested: Sequence[Tested]) -> list[Figure]:
+    """Each case's errors, then what the requirement names."""
+    figures = []
+    for each in tested:
+        peak = each.plain.peak_nbytes / each.ran.peak_nbytes - 1.0 if each.ran.peak_nbytes else float("nan")
+        note = f"measured {each.ran.rate:.3g} samples/s, memory {100 * peak:+.1f} %"
+        if each.calibrated_error is not None:
+            note += f", calibrated {100 * each.calibrated_error:+.1f} %"
+        figures.append(Figure(f"{each.label}.error", each.error, "of the rate", note=note))
+    orders = [
+        rank_correlation([each.plain.rate for each in group], [each.ran.rate for each in group])
+        for group in _groups(tested)
+        if len(group) > 2
+    ]
+    known = [abs(each.calibrated_error) for each in tested if each.calibrated_error is not None]
+    peaks = [abs(each.plain.peak_nbytes / each.ran.peak_nbytes - 1.0) for each in tested if each.ran.peak_nbytes]
+    if orders:
+        note = f"of the cases, least of {len(orders)} mixes"
+        figures.append(at_least("rank correlation, uncalibrated", min(orders), "1", 0.95, note))
+    figures.append(Figure("mean error, uncalibrated", fmean(abs(each.error) for each in tested), "of the rate"))
+    if known:
+        figures.append(at_most("mean error, calibrated on other runs", fmean(known), "of the rate", 0.024))
+    if peaks:
+        figures.append(at_most("peak memory, median error", median(peaks), "of the peak", 0.05, "resident memory"))
+    return figures
+
+
+def _groups(tested: Sequence[Tested]) -> list[list[Tested]]:
+    """The cases of each model and mix."""
+    groups: dict[tuple[str, str], list[Tested]] = {}
+    for each in tested:
+        model, _, rest = each.label.partition(".")
+        groups.setdefault((model, rest.rpartition(".")[2]), []).append(each)
+    return list(groups.values())
+
+
+def _say_tested(each: Tested) -> None:
+    calibrated = each.calibrated_error
+    more = "" if calibrated is None else f", calibrated {100 * calibrated:+.1f} %"
+    _say(f"{each.label}: {100 * each.error:+.1f} %{more}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases and steps, two mixes, the quickstart's model")
+    parser.add_argument("--only", choices=("real",), help="real runs alone, which is all that there is so far")
+    parser.add_argument("--traces", type=Path, help="directory of ai2d.csv and synthdog.csv")
+    parser.add_argument("--models-dir", type=Path, help="where scripts/real_models.py wrote its models")
+    parser.add_argument("--layers", type=int, default=3, help="decoder layers that are kept of SmolLM2")
+    parser.add_argument("--cases", nargs="+", choices=[each.name for each in CASES], help="default: all")
+    parser.add_argument("--steps", type=int, help=f"of each run; by default {STEPS}, or {QUICK_STEPS} with --quick")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+    if steps <= WARM_UP + ENDING:
+        parser.error(f"--steps ({steps}) must be above {WARM_UP + ENDING}: the first and last do not count")
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("this machine has one core, but two devices need two")
+    names = args.cases or (QUICK if args.quick else [each.name for each in CASES])
+    cases = [each for each in CASES if each.name in names]
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it
+    tested: list[Tested] = []
+    failed = ""
+    with tempfile.TemporaryDirectory() as scratch:
+        models = [QUICKSTART] if args.quick else [QUICKSTART, REAL]
+        prepared = prepare(
+            Path(scratch),
+            traces=args.traces,
+            models_dir=None if args.quick else args.models_dir,
+            num_layers=args.layers,
+            models=models,
+            mixes=MIXES,
+        )
+        for module in (_modes_actors, _simulator_accuracy):
+            ray.cloudpickle.register_pickle_by_value(module)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        try:
+            for each in prepared:
+                mixes = {name: each.workloads[name] for name in (MIXES if args.quick else (*MIXES, FULL))}
+                tested += test_model(each.label, mixes, cases, steps)
+        except FlowTrainError as error:
+            failed = f"a run failed: {error}"
+        finally:
+            ray.shutdown()
+    if tested:
+        emit("simulator_accuracy", figures_of(tested), args.json)
+    if failed:
+        sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

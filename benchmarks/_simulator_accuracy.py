@@ -1,4 +1,4 @@
-"""What is simulated and run for the simulator's accuracy: configurations on two cores, their predictions, their runs."""
+"""The simulator's accuracy: configurations on two cores, their predictions, and their runs."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone 
 mixes of samples, every process pinned to its core. A profile is measured first (``flowtrain profile``); each case is
 simulated with its own degrees on it. Calibrated predictions use ``flowtrain calibrate`` on the same case's run of
 another mix, never on the run that is tested. Peak memory is what the fullest backbone rank's process takes above its
-libraries. Runs use the quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one. Exits
-with 1 if a run fails.
+libraries. Runs use the quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one.
+Exits with 1 if a run fails.
 """
 
 from __future__ import annotations

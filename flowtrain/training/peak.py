@@ -38,7 +38,8 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 
     right = torch.ones(size, size, dtype=dtype, device=device)
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     with torch.no_grad(), fast_products(left):
-        fastest_s = min(_timed_s(product, left, right, clock) for product in (torch.mm, linear) for _ in range(_REPEATS))
+        products = (torch.mm, linear) * _REPEATS
+        fastest_s = min(_timed_s(product, left, right, clock) for product in products)
     return 2.0 * size**3 / fastest_s
 
 

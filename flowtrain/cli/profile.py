@@ -14,6 +14,7 @@ from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
 from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile_layers import Strategies
 from flowtrain.errors import ConfigError
 
 
@@ -54,6 +55,9 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     )
     yield from (_images(name, profile) for name in profile.encoders)
     yield from (_lengths(profile, tp) for tp in profile.layers)
+    if profile.strategies:
+        yield _strategies("a layer of the backbone", profile.strategies)
+    yield from (_strategies(f"a layer of encoders.{name}", each) for name, each in profile.encoder_strategies.items())
     steps = profile.steps
     images = [
         (
@@ -88,6 +92,9 @@ def _together(profile: Profile) -> Iterator[tuple[str, str]]:
             f"a microbatch {1e3 * costs.microbatch_s:.3g} ms and {1e9 * costs.microbatch_parameter_s:.3g} ns a "
             f"parameter, a step {1e3 * costs.step_s:.3g} ms and {1e9 * costs.parameter_s:.3g} ns a parameter",
         )
+    for tp, attention in profile.attention.items():
+        group = f", tp={tp}" if tp > 1 else ""
+        yield f"attention{group}", f"{1e3 * attention.square_s * 1e6:.3g} ms a layer for a sequence of 1,000 tokens"
     if (host := profile.host) is not None:
         yield (
             "the host",
@@ -126,6 +133,15 @@ def _lengths(profile: Profile, tp: int) -> Table:
     tables = (profile.layers[tp], profile.heads[tp], profile.connectors[tp])
     for index, num_tokens in enumerate(tables[0].num_tokens):
         table.add_row(f"{num_tokens:,} tokens", *(f"{1e3 * each.seconds[index]:.3g}" for each in tables))
+    return table
+
+
+def _strategies(what: str, strategies: Strategies) -> Table:
+    table = _table(f"{what}, {next(iter(strategies.values())).num_tokens:,} tokens")
+    for column in ("ms forward and backward", "kept"):
+        table.add_column(column, justify="right")
+    for word, costs in strategies.items():
+        table.add_row(word, f"{1e3 * costs.seconds:.3g}", nbytes_text(round(costs.kept_nbytes)))
     return table
 
 

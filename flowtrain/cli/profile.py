@@ -57,7 +57,9 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     yield from (_lengths(profile, tp) for tp in profile.layers)
     if profile.strategies:
         yield _strategies("a layer of the backbone", profile.strategies)
-    yield from (_strategies(f"a layer of encoders.{name}", each) for name, each in profile.encoder_strategies.items() if each)
+    for name, strategies in profile.encoder_strategies.items():
+        if strategies:
+            yield _strategies(f"a layer of encoders.{name}", strategies)
     steps = profile.steps
     images = [
         (

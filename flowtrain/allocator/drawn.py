@@ -127,7 +127,7 @@ class _Microbatches:
         images_s = times.images_s(monolithic.encoder_of(request.model)[0], degrees.tp, in_ranks=True)
         encoder = packed.sums(images_s).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
-        stages = loads.stage_s(encoder, *parts) + surrogate.chunks * times.microbatch_s()
+        stages = loads.stage_s(encoder, *parts) + times.microbatch_s()
         held, mean = monolithic.held(request, columns, loads), stages.mean(axis=0)
         each = surrogate.slot_times(columns, tokens, stages.max(axis=0), held)
         fill = fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean)

@@ -174,7 +174,12 @@ class ActionTimes:
             total = total + seconds.connector
         if stage.is_last:
             total = total + seconds.head
-        return total + times.microbatch_s()
+        return total
+
+    @cached_property
+    def microbatch_s(self) -> float:
+        """Seconds that a rank takes once for each microbatch, when it fetches it, whatever its stages are."""
+        return self.times.of_any_data.microbatch_s()
 
     def _copying_s(self, stage: StageWork, works: MicrobatchColumns, computing: FloatArray) -> FloatArray:
         """Seconds of copies between device and host that a pass does not hide (``offload``), ``[M]``."""

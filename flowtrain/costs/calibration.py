@@ -104,8 +104,8 @@ class CalibratedTimes:
         return self._by.encoder(encoder) * self._base.sample_s(encoder, tp)
 
     def microbatch_s(self) -> float:
-        """As ``ModuleTimes``; forwards and backwards of the run had it."""
-        return self._by.backbone * self._base.microbatch_s()
+        """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
+        return 0.0 if self._by.step_host_s else self._base.microbatch_s()
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; once a step, where it happens, the host's work."""

@@ -43,7 +43,7 @@ class ModuleTimes(Protocol):
         ...
 
     def microbatch_s(self) -> float:
-        """Return seconds of each microbatch on each stage in addition to its layers, head and connector."""
+        """Return seconds of each microbatch on each rank in addition to its layers, head and connector."""
         ...
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:

@@ -61,6 +61,7 @@ class EmulatedStages:
         ]
         self._replica_ranks = [degrees.rank(each, self._pp_rank, self._tp_rank) for each in range(degrees.dp)]
         self._gathered: set[_Key] = set()
+        self._fetched: set[int] = set()
         self._num_parts: dict[int, int] = {}
         self._link_free: dict[int, float] = {}
         self._expected: dict[Action, int] = {}
@@ -74,6 +75,7 @@ class EmulatedStages:
     def begin(self, actions: Sequence[Action]) -> None:
         """Start a unit of which these are the actions of this rank."""
         self._gathered.clear()
+        self._fetched.clear()
         self._num_parts = {}
         for action in actions:
             if action.sub_microbatch is not None:
@@ -84,6 +86,9 @@ class EmulatedStages:
         """See ``StageRuntime``; a gather of parameters that takes longer than the forward is waited for."""
         at, key = self.clock.now(), (action.module, action.stage)
         seconds = self._times.forward_s(self._works[key], self._microbatch_work(action, microbatch))
+        if action.microbatch not in self._fetched:
+            self._fetched.add(action.microbatch)
+            seconds += self._times.microbatch_s
         gathers = self._times.gathers_parameters(self._works[key])
         gathers = gathers and (self._gathers_each or key not in self._gathered)
         self._gathered.add(key)

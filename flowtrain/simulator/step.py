@@ -87,6 +87,9 @@ class StepSimulator:
             seconds[mine] = self._computing_s(self._work(stage), own, works, at[mine])
             if with_collectives:
                 seconds[mine] += self._exposed_s(stage, own, seconds[mine])
+        if host_s := self.times.microbatch_s:  # where a rank fetches a microbatch, not at each of its stages
+            _, firsts = np.unique(columns.rank * (each + 1) + columns.microbatch, return_index=True)
+            seconds[firsts] += host_s
         transfers = program.transfers
         sent = transfers.source // pp * each + transfers.microbatch
         return seconds, self._transfers_s(transfers, works, sent)

@@ -13,6 +13,9 @@ from flowtrain.config.parameter_names import ENCODERS, MODULES, is_pattern, modu
 from flowtrain.errors import ConfigError, FaultCode
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class LearningRateConfig(ConfigModel):
     """Peak learning rate by module, and by patterns of parameter names (``model.freeze``), which win over modules.
 
@@ -80,11 +83,11 @@ class LearningRateConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """Optimisation."""
 
-    global_batch_size: int = Field(8, ge=1)
+    global_batch_size: int = Field(8, ge=1, le=1 << 20)
     """Samples of an optimizer step, over all ranks."""
     max_steps: int | None = Field(None, ge=1)
     """Length of the run; give either this or ``num_epochs``."""
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: float | None = Field(None, gt=0, le=1e9)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(1e-4, ge=0)
     """The peak."""
@@ -94,7 +97,7 @@ class TrainingConfig(ConfigModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, ge=0)
     """0 turns clipping off."""

@@ -22,7 +22,7 @@ from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.emulation.check import check_emulated, check_emulated_profile
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, DataError, RefusedDataError
 from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
 from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
@@ -98,7 +98,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_startable(config)
     check_emulated(config)
     check_trackers(config.observability)
-    indexes = SourceSet.index(config.data)
+    indexes = _indexed(config)
     sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
@@ -136,6 +136,13 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
     )
+
+
+def _indexed(config: RunConfig) -> tuple[SourceIndex, ...]:
+    try:
+        return SourceSet.index(config.data)
+    except DataError as error:
+        raise RefusedDataError(str(error)) from error
 
 
 def check_parameter_names(config: RunConfig, family: Family) -> None:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from operator import getitem
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError

@@ -14,4 +14,4 @@ def expanded(path: str | PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         user = Path(path).parts[0]
-        raise ConfigError(f"{path}: {user} is no user's home directory on this machine; write the path in full") from error
+        raise ConfigError(f"{path}: {user} is no user's home directory here; write the path in full") from error

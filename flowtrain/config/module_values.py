@@ -33,7 +33,7 @@ MOST = {
     "num_position_embeddings": 1 << 26,
     "num_register_tokens": 1 << 16,
 }
-"""The largest value of each size of a module; at least 1. No model comes near, and larger ones would not end to build."""
+"""The largest value of each size of a module; at least 1. No model comes near; larger ones would take for ever."""
 SIDES = {"image_size": 1 << 16, "patch_size": 1 << 16, "size": 1 << 16, "crop_size": 1 << 16}
 """The same of sides in pixels: one number, two, or a mapping with them."""
 MAX_PARAMETERS = 10**14
@@ -75,8 +75,8 @@ def _faults(key: str, values: Mapping[str, Any]) -> Iterator[Fault]:
             yield _fault(f"{key}.{name}", value, f"must be pixels from 1 to {most}: a number, or two")
     if not wrong and (count := _least_parameters(values)) > MAX_PARAMETERS:
         text = (
-            f"{key}: its sizes (num_hidden_layers, hidden_size, intermediate_size, vocab_size) make {count:.1e} parameters "
-            f"or more; a module can have {MAX_PARAMETERS:.0e}: lower them"
+            f"{key}: its sizes (num_hidden_layers, hidden_size, intermediate_size, vocab_size) make {count:.1e} "
+            f"parameters or more; a module can have {MAX_PARAMETERS:.0e}: lower them"
         )
         yield Fault(key, FaultCode.VALUE, text)
 

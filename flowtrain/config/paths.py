@@ -104,7 +104,7 @@ def _homeless(text: str) -> str | None:
     """Say whose home directory a path begins with, if there is no such user."""
     if not text.startswith("~") or not os.path.expanduser(text).startswith("~"):
         return None
-    return f"{text.split('/')[0]} is no user's home directory on this machine; write the path in full"
+    return f"{text.split('/')[0]} is no user's home directory here; write the path in full"
 
 
 def looks_like_hub_data(text: str) -> bool:

@@ -283,8 +283,8 @@ def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             "pool.max_segment_nbytes",
             FaultCode.POOL,
-            f"pool.max_processes ({limit}) times pool.max_segment_nbytes ({config.pool.max_segment_nbytes}) is more than "
-            f"an address space of 64 bits has for a tier ({MAX_REGION_NBYTES} bytes); lower one of them",
+            f"pool.max_processes ({limit}) times pool.max_segment_nbytes ({config.pool.max_segment_nbytes}) is more "
+            f"than an address space of 64 bits has for a tier ({MAX_REGION_NBYTES} bytes); lower one of them",
         )
     ranks = backbone.data_parallel_size * backbone.pipeline_parallel_size * backbone.tensor_parallel_size
     encoders = sum(map(config.encoder_replicas, config.encoders))

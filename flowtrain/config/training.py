@@ -12,7 +12,6 @@ from flowtrain.config.base import ConfigModel
 from flowtrain.config.parameter_names import ENCODERS, MODULES, is_pattern, module_of, stands_for
 from flowtrain.errors import ConfigError, FaultCode
 
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -107,8 +106,11 @@ class TrainingConfig(ConfigModel):
     on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
     """What follows a step whose loss or gradients are not finite. ``skip``: the step makes no update. ``stop``: the run
     ends with an error. ``rewind``: weights and optimizer go back to the last checkpoint, and the data goes on."""
+    on_spike: Literal["off", "skip", "stop", "rewind"] = "off"
+    """The same for a step whose loss stands far above those of the steps before it (docs/running.md). ``off``: it is a
+    step like any other."""
     max_skipped_steps: int = Field(10, ge=0)
-    """Steps in a row that may be skipped; one more ends the run with an error, or rewinds it."""
+    """Steps in a row that may be skipped for one of these; one more ends the run with an error, or rewinds it."""
 
     @model_validator(mode="after")
     def _one_end(self) -> TrainingConfig:

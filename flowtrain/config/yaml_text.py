@@ -1,8 +1,8 @@
 """YAML in and out: safe, YAML 1.2 scalars, duplicate keys refused, sizes limited, line numbers kept.
 
 PyYAML reads YAML 1.1, where ``1e-6`` is text, ``off`` is false and ``12:30`` is 750. In a training configuration each
-of these is a trap, so scalars follow YAML 1.2's core schema here, for reading and writing alike. Limits on length, depth
-and the number of values keep a text of a few lines from taking minutes and gigabytes.
+of these is a trap, so scalars follow YAML 1.2's core schema here, for reading and writing alike. Limits on length,
+depth and the number of values keep a text of a few lines from taking minutes and gigabytes.
 """
 
 from __future__ import annotations
@@ -142,14 +142,16 @@ class _Builder:
         if node.tag not in _PLAIN_TAGS:
             # What PyYAML has no constructor for at all keeps its own words.
             if node.tag in yaml.SafeLoader.yaml_constructors:
-                raise YamlError(f"line {line}: !!{node.tag.removeprefix(_TAG)} is no type of a configuration; leave it out")
+                raise YamlError(
+                    f"line {line}: !!{node.tag.removeprefix(_TAG)} is no type of a configuration; leave it out"
+                )
             return self._loader.construct_object(node)
         try:
             value = self._loader.construct_object(node)
         except (ValueError, KeyError) as error:
             kind = node.tag.removeprefix(_TAG)
             raise YamlError(
-                f"line {line}: {_shown(node.value)} is no {kind} that can be read; write a plain value, without !!{kind}"
+                f"line {line}: {_shown(node.value)} cannot be read as {kind}; write a plain value, without !!{kind}"
             ) from error
         if isinstance(value, str):
             _check_text(value, line)
@@ -189,7 +191,7 @@ class _Builder:
 
 def _check_text(text: str, line: int) -> None:
     """Refuse what no file name and no file can hold."""
-    if "\0" in text or not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+    if "\0" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
         raise YamlError(f"line {line}: {_shown(text)} has a NUL or half of a surrogate pair in it; take that out")
 
 
@@ -200,7 +202,7 @@ def _shown(text: str) -> str:
 def parse_yaml(text: str) -> tuple[Any, dict[Path, int]]:
     """Value of a YAML text and the line (from 1) of every value in it; raises YamlError."""
     if len(text) > MAX_LENGTH:
-        raise YamlError(f"{len(text)} characters are more than a configuration has ({MAX_LENGTH}); is it the right file?")
+        raise YamlError(f"{len(text)} characters, more than a configuration has ({MAX_LENGTH}); is it the right file?")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -170,6 +170,8 @@ class Recorder:
         self.sampler_states[step] = done.sampler_state
         self._release_held(None)
         self._held = self._meter.measured(done)
+        if self._held.skipped:
+            self._audit.skip(done)
         if ends_step(self._run_spec.evaluations, done.unit):
             self._release_held(None)
 

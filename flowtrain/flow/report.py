@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -186,7 +187,8 @@ class EventLog:
         plan = planned.plan
         reports = tuple(sorted(self._reports.pop(plan.unit.index), key=attrgetter("dp_rank")))
         source_losses = _source_losses(reports, rows)
-        reports = tuple([replace(each, sample_losses=()) for each in reports])  # the driver needs no more of them
+        if not _made_no_update(reports[0]):  # the driver lists the samples of such a step
+            reports = tuple([replace(each, sample_losses=()) for each in reports])
         self._tell(
             UnitDone(
                 unit=plan.unit,
@@ -218,6 +220,10 @@ class EventLog:
         self._blocked_s = 0.0
         self._read_by_transport.clear()
         self._num_retries = 0
+
+
+def _made_no_update(report: RankReport) -> bool:
+    return report.is_spike or not (math.isfinite(report.loss) and math.isfinite(report.grad_norm or 0.0))
 
 
 def of_replica(members: Sequence[RankReport]) -> RankReport:

@@ -95,11 +95,11 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # HF's classes compute with values that nothing has checked
-        raise ConfigError(f"{key}.config: {model_type} refuses it: {_in_a_line(error)}") from error
+        raise ConfigError(f"{key}.config: {model_type} refuses it: {in_a_line(error)}") from error
 
 
 def check_module(mapping: Mapping[str, Any], key: str) -> None:
-    """Read a module's configuration and build it with one layer, without memory for weights: some values fail only there.
+    """Read a module's configuration and build it with one layer, on no device: some values fail only there.
 
     mapping, key: as of ``read_config``. Raises ConfigError that says what the module's class makes of it.
     """
@@ -117,12 +117,12 @@ def check_module(mapping: Mapping[str, Any], key: str) -> None:
             known[type(config)]._from_config(config, dtype=torch.float32)
     except Exception as error:  # HF's classes compute with values that nothing has checked
         raise ConfigError(
-            f"{key}.config: no {config.model_type} can be built with these values: {_in_a_line(error)}; correct them, or "
-            "leave out those that the model's own documentation does not name"
+            f"{key}.config: no {config.model_type} can be built with these values: {in_a_line(error)}; correct them, "
+            "or leave out those that the model's own documentation does not name"
         ) from error
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     """What an error of another library says, short and in one line."""
     text = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'}"

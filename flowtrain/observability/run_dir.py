@@ -63,6 +63,11 @@ class RunDir:
         return self.root / "quarantine.jsonl"
 
     @property
+    def skipped(self) -> Path:
+        """The samples of steps that made no update."""
+        return self.root / "skipped_samples.jsonl"
+
+    @property
     def trace(self) -> Path:
         """Spans of all actors over the first steps, for Perfetto or Chrome."""
         return self.root / "trace.json"

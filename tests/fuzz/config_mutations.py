@@ -68,7 +68,8 @@ def valid(rng: random.Random, data: str, tokenizer: str) -> dict[str, Any]:
 
 
 ODD_VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 3, 7, 1.5, -0.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), 2**31, 2**53,
+    None, True, False, 0, 1, -1, 3, 7, 1.5, -0.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"),
+    2**31, 2**53,
     2**63, 10**30, -(10**30), 10**6, 10**9, "", " ", "abc", "1", "1e9", "auto", "null", "~", "~nosuchuser/x",
     "~nosuchuser", "/", "/nonexistent/x", "..", "/dev/null", "/dev/zero", "/proc/self/mem", "x" * 300, "x" * 70_000,
     "a/b", "a" * 200 + "/b", "[", "**", "*", "http://[", "file://", "://", "s3:/x", "a\nb", "\t", "猫", "\u202e", "\x7f",
@@ -81,15 +82,19 @@ HF_KEYS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "dtype", "torch_dtype", "num_channels", "image_size",
     "patch_size", "layer_norm_eps", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
     "num_attention_heads", "num_key_value_heads", "model_type", "architectures", "id2label", "label2id", "num_labels",
-    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "max_window_layers",
-    "use_sliding_window", "_attn_implementation", "attn_implementation", "quantization_config", "auto_map", "name_or_path",
+    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "problem_type",
+    "max_window_layers",
+    "use_sliding_window", "_attn_implementation", "attn_implementation", "quantization_config", "auto_map",
+    "name_or_path",
     "transformers_version", "vision_use_head", "projection_dim", "attention_multiplier", "mlp_bias", "pretraining_tp",
-    "base_model_tp_plan", "base_model_pp_plan", "sub_configs", "attribute_map", "keys_to_ignore_at_inference", "to_dict",
+    "base_model_tp_plan", "base_model_pp_plan", "sub_configs", "attribute_map", "keys_to_ignore_at_inference",
+    "to_dict",
     "__class__", "self", "kwargs",
 )  # fmt: skip
 PROCESSOR_KEYS = (
     "size", "crop_size", "do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb", "resample",
-    "rescale_factor", "image_mean", "image_std", "image_processor_type", "do_pad", "pad_size", "data_format", "return_tensors",
+    "rescale_factor", "image_mean", "image_std", "image_processor_type", "do_pad", "pad_size", "data_format",
+    "return_tensors",
 )  # fmt: skip
 
 
@@ -224,8 +229,10 @@ def limit_odd(rng: random.Random, case: Case) -> None:
 def override_odd(rng: random.Random, case: Case) -> None:
     path = ".".join(str(key) for key in _any_place(rng, case))
     value = rng.choice(["", "[", "{", "a: b: c", "&a [*a]", "!!int abc", "!!set {a}", "~nosuchuser/x", "1e400", "-5",
-                        ".nan", "{a: {b: 1}}", "[1, 2", "'", "0x", "9" * 5000, "{" * 600, "!!binary x", "=="])  # fmt: skip
-    shape = rng.choice(["{path}={value}", "{path}={value}", "{path}.a.b={value}", "={value}", "{path}", ".{path}={value}",
+                        ".nan", "{a: {b: 1}}", "[1, 2", "'", "0x", "9" * 5000, "{" * 600, "!!binary x",
+                        "=="])  # fmt: skip
+    shape = rng.choice(["{path}={value}", "{path}={value}", "{path}.a.b={value}", "={value}", "{path}",
+                        ".{path}={value}",
                         "a." * 400 + "{path}={value}", "{path}.0={value}"])  # fmt: skip
     case.overrides.append(shape.replace("{path}", path).replace("{value}", value))
 
@@ -249,8 +256,10 @@ def bytes_flipped(rng: random.Random, text: bytes) -> bytes:
 
 def signs_inserted(rng: random.Random, text: bytes) -> bytes:
     at = rng.randrange(len(text) + 1)
-    signs = rng.choice([b":", b"- ", b"\t", b"{", b"[", b"&a", b"*a", b"!!int ", b"!!timestamp ", b"!!bool ", b"? ", b"|\n",
-                        b"%YAML 9.9\n", b"---\n", b"...\n", b"<<: ", b"\xff", b"\r", b"\x00", b"\xef\xbb\xbf", b'"\\ud800"',
+    signs = rng.choice([b":", b"- ", b"\t", b"{", b"[", b"&a", b"*a", b"!!int ", b"!!timestamp ", b"!!bool ",
+                        b"? ", b"|\n",
+                        b"%YAML 9.9\n", b"---\n", b"...\n", b"<<: ", b"\xff", b"\r", b"\x00", b"\xef\xbb\xbf",
+                        b'"\\ud800"',
                         b"!!python/name:os.system ", b"!<x> ", b"@", b"`", b"!!float x", b"!!null {}"])  # fmt: skip
     return text[:at] + signs + text[at:]
 
@@ -286,7 +295,8 @@ def nested_without_end(rng: random.Random, text: bytes) -> bytes:
 
 
 def another_text(rng: random.Random, text: bytes) -> bytes:
-    return rng.choice([b"", b"\n", b"- 1\n", b"abc", b"null", b"1", b"\xff\xfe\x00", b"PAR1", b"{}", b"[]", b"name: x\n",
+    return rng.choice([b"", b"\n", b"- 1\n", b"abc", b"null", b"1", b"\xff\xfe\x00", b"PAR1", b"{}", b"[]",
+                        b"name: x\n",
                        b"*a", b"&a *a", b"&a [*a]", b"a: &a {<<: *a}", b"<<: 1", b"? [a]\n: 1", b"? {a: b}\n: 1",
                        bytes(rng.randrange(256) for _ in range(200)), b"{" * 100_000, b"a: " * 1000, b"'" * 999,
                        b" " * 500_000, b"#" * 500_000, b"- " * 5000, b"x" * 2_000_000])  # fmt: skip

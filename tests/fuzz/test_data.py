@@ -61,11 +61,11 @@ def outcome(checker: RowChecker, path: Path) -> Counter[str]:
             check_message(DataError(seen.fault), path)
             found["block refused"] += 1
             continue
-        assert len(seen.rows) + len(seen.rejections) == num_rows
-        for rejection in seen.rejections:
+        assert len(seen.rows) + len(seen.rejected) == num_rows
+        for rejection in seen.rejected:
             assert 0 < len(rejection.detail) <= 1000
             rejection.detail.encode("utf-8")
-        found["quarantined"] += len(seen.rejections)
+        found["quarantined"] += len(seen.rejected)
         found["trained"] += len(seen.rows)
     return found
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -19,6 +20,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller import local_ray
 from flowtrain.errors import ResourceError
 from flowtrain.mempool.transports.nixl_agent import NIXL_INSTALL, nixl_module
 
@@ -45,26 +47,31 @@ system perhaps."""
 def connected(config: RunConfig) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local one that ends with this process.
 
-    Token authentication is left as Ray has it (on). The dashboard of a local one listens on localhost alone.
+    Token authentication is left as Ray has it (on). The dashboard of a local one listens on localhost alone, only its
+    owner can read its token, and its temporary directory goes with it.
     """
     if ray.is_initialized():
         yield
         return
     try:
-        _connect(config)
+        session = _connect(config)
     except ray.exceptions.AuthenticationError as error:
         raise ResourceError(f"Ray refuses to start without its token: {error}") from error
     try:
         yield
     finally:
         ray.shutdown()
+        if session is not None:
+            local_ray.remove_session(session)
 
 
-def _connect(config: RunConfig) -> None:
+def _connect(config: RunConfig) -> Path | None:
+    """Return the temporary directory of a local cluster; None if it is another's."""
     namespace = f"flowtrain-{config.name}"
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        ray.init(
+        local_ray.keep_token_private(os.environ, creates=_has_tokens_by_default())
+        started = ray.init(
             address="local",
             namespace=namespace,
             num_cpus=os.cpu_count(),
@@ -73,7 +80,10 @@ def _connect(config: RunConfig) -> None:
             log_to_driver=True,
             logging_level=logging.ERROR,  # its advice here is to switch token authentication off
         )
-        return
+        session = Path(started.address_info["session_dir"])
+        local_ray.mark_session(session)
+        local_ray.remove_dead_sessions(session.parent)
+        return session
     try:
         ray.init(namespace=namespace, log_to_driver=True)
     except ConnectionError as error:
@@ -82,6 +92,14 @@ def _connect(config: RunConfig) -> None:
             "RAY_AUTH_MODE=token and give the cluster's token (~/.ray/auth_token or RAY_AUTH_TOKEN_PATH), or unset "
             "RAY_ADDRESS to train on this machine alone"
         ) from error
+    local_ray.warn_of_open_token(os.environ)
+    return None
+
+
+def _has_tokens_by_default() -> bool:
+    """Whether this Ray gives every local cluster a token."""
+    major, minor = ray.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 59)
 
 
 def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Network = "none") -> Strategy:

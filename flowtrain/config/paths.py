@@ -47,12 +47,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[Fault]:
     """Make the paths in ``values`` absolute, in place; returns a fault for each that does not exist (if ``check``)."""
     faults: list[Fault] = []
-    if check and (homeless := _homeless(values["runs_dir"])) is not None:
-        text = f"runs_dir = {values['runs_dir']!r}: {homeless}"
+    if check and (problem := _unusable(values["runs_dir"])) is not None:
+        text = f"runs_dir = {values['runs_dir']!r}: {problem}"
         faults.append(Fault("runs_dir", FaultCode.VALUE, fault_line(document, ("runs_dir",), text)))
     for holder, path in _holders(values, _WRITTEN_LATER, ()):
         fault = _resolve(holder, path, config_dir, may_be_hub_id=False)
-        if fault and check and _homeless(holder[str(path[-1])]):
+        if fault and check and _unusable(holder[str(path[-1])]):
             faults.append(Fault(dotted(path), FaultCode.VALUE, fault_line(document, path, fault)))
         elif fault:
             name = str(path[-1])
@@ -73,8 +73,8 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
         return None  # the template itself, not the name of a file
     if "://" in text:
         return None
-    if (homeless := _homeless(text)) is not None:
-        return f"{dotted(path)} = {show_value(text)}: {homeless}"
+    if (problem := _unusable(text)) is not None:
+        return f"{dotted(path)} = {show_value(text)}: {problem}"
     written = FilePath(text).expanduser()
     bases = [] if written.is_absolute() else [FilePath.cwd(), config_dir, config_dir.parent]
     for candidate in [base / written for base in bases] or [written]:
@@ -100,8 +100,10 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
     return f"{dotted(path)} = {shown}: {missing}{where}{hub}"
 
 
-def _homeless(text: str) -> str | None:
-    """Say whose home directory a path begins with, if there is no such user."""
+def _unusable(text: str) -> str | None:
+    """Say why no file can have this path: a NUL in it, or a home directory of nobody."""
+    if "\0" in text:
+        return "no path has a NUL in it; take it out"
     if not text.startswith("~") or not os.path.expanduser(text).startswith("~"):
         return None
     return f"{text.split('/')[0]} is no user's home directory here; write the path in full"

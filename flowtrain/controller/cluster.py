@@ -38,6 +38,9 @@ POOL_WAYS_OUT = (
     "data.shuffle_blocks, training.global_batch_size, data.num_feeders or encoders.*.segment_nbytes (docs/running.md)"
 )
 
+_NO_START = (ray.exceptions.AuthenticationError, ConnectionError, RuntimeError, TimeoutError, ValueError)
+"""What ``ray.init`` raises when it can neither start nor connect."""
+
 PROBE_TIMEOUT_S = 180.0
 """How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker, from a shared file
 system perhaps."""
@@ -53,10 +56,8 @@ def connected(config: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
+    with local_ray.quiet():
         session = _connect(config)
-    except ray.exceptions.AuthenticationError as error:
-        raise ResourceError(f"Ray refuses to start without its token: {error}") from error
     try:
         yield
     finally:
@@ -71,29 +72,42 @@ def _connect(config: RunConfig) -> Path | None:
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         local_ray.keep_token_private(os.environ, creates=_has_tokens_by_default())
-        started = ray.init(
-            address="local",
-            namespace=namespace,
-            num_cpus=os.cpu_count(),
-            include_dashboard=config.observability.dashboard,
-            dashboard_host="127.0.0.1",
-            log_to_driver=True,
-            logging_level=logging.ERROR,  # its advice here is to switch token authentication off
-        )
+        try:
+            started = ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=os.cpu_count(),
+                include_dashboard=config.observability.dashboard,
+                dashboard_host="127.0.0.1",
+                log_to_driver=True,
+                logging_level=logging.ERROR,  # its advice here is to switch token authentication off
+            )
+        except _NO_START as error:
+            raise ResourceError(
+                f"Ray does not start on this machine: {_first_line(error)}; look at the room in /tmp and in /dev/shm, and "
+                "at the limits of processes and open files (ulimit -a)"
+            ) from error
         session = Path(started.address_info["session_dir"])
         local_ray.mark_session(session)
         local_ray.remove_dead_sessions(session.parent)
         return session
     try:
-        ray.init(namespace=namespace, log_to_driver=True)
-    except ConnectionError as error:
+        ray.init(namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
+    except _NO_START as error:
         raise ResourceError(
-            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: {error}; set "
+            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: "
+            f"{_first_line(error)}; set "
             "RAY_AUTH_MODE=token and give the cluster's token (~/.ray/auth_token or RAY_AUTH_TOKEN_PATH), or unset "
             "RAY_ADDRESS to train on this machine alone"
         ) from error
     local_ray.warn_of_open_token(os.environ)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    """What Ray says, without its advice, which is to switch token authentication off."""
+    said = error.message if isinstance(error, ray.exceptions.AuthenticationError) else str(error)
+    return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
 
 
 def _has_tokens_by_default() -> bool:

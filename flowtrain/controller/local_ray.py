@@ -6,17 +6,38 @@ import logging
 import os
 import secrets
 import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _MARK = ".started_by_flowtrain"
+_STDERR = 2
 _OTHERS = 0o077
 """What group and others may do with a file."""
 _REMOVE_ATTEMPTS, _REMOVE_RETRY_S = 5, 0.2
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back what Ray's C++ code writes to standard error; an error drops it, since its message says what counts."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        kept = os.dup(_STDERR)
+        os.dup2(held.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, _STDERR)
+            os.close(kept)
+        held.seek(0)
+        with open(_STDERR, "wb", closefd=False) as stderr:
+            stderr.write(held.read())
 
 
 def token_file(environment: Mapping[str, str]) -> Path | None:
@@ -91,6 +112,6 @@ def remove_dead_sessions(root: Path) -> None:
         session = mark.parent
         number = session.name.rpartition("_")[2]
         with suppress(OSError):
-            if not session.is_symlink() and session.stat().st_uid == os.getuid() and number.isdecimal():
-                if not Path(f"/proc/{number}").exists():
-                    remove_session(session)
+            is_ours = not session.is_symlink() and session.stat().st_uid == os.getuid()
+            if is_ours and number.isdecimal() and not Path(f"/proc/{number}").exists():
+                remove_session(session)

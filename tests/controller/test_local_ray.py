@@ -10,6 +10,7 @@ import pytest
 from flowtrain.controller.local_ray import (
     keep_token_private,
     mark_session,
+    quiet,
     remove_dead_sessions,
     remove_session,
     token_file,
@@ -57,6 +58,20 @@ def test_elsewhere_an_open_token_is_a_warning(home: Path, caplog: pytest.LogCapt
         warn_of_open_token({"RAY_AUTH_TOKEN_PATH": str(file)})
         assert file.stat().st_mode & 0o777 == mode
     assert len(caplog.messages) == 1 and f"chmod 600 {file}" in caplog.text
+
+
+def test_what_ray_writes_to_stderr_comes_after_a_success_and_not_with_an_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with quiet():
+        os.write(2, b"connected\n")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "connected\n"
+    with pytest.raises(ValueError), quiet():
+        os.write(2, b"advice\n" * 60)
+        raise ValueError
+    os.write(2, b"and on\n")
+    assert capfd.readouterr().err == "and on\n"
 
 
 def test_a_session_goes_with_its_link(home: Path) -> None:

@@ -69,8 +69,7 @@ def _faults(key: str, values: Mapping[str, Any]) -> Iterator[Fault]:
             yield _fault(f"{key}.{name}", value, f"must be an integer from 1 to {most}")
     for name, most in SIDES.items():
         value = values.get(name)
-        sides = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-        if value is not None and not (sides and all(each is None or _is_size(each, most) for each in sides)):
+        if value is not None and not _are_sides(value, most):
             wrong = True
             yield _fault(f"{key}.{name}", value, f"must be pixels from 1 to {most}: a number, or two")
     if not wrong and (count := _least_parameters(values)) > MAX_PARAMETERS:
@@ -98,6 +97,15 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
             yield from _numbers(item, f"{path}.{index}")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield path, value
+
+
+def _are_sides(value: Any, most: int) -> bool:
+    if not isinstance(value, Mapping):
+        sides = value if isinstance(value, list | tuple) else [value]
+        return bool(sides) and all(_is_size(each, most) for each in sides)
+    # Processors of natural resolution have areas under these names.
+    limits = {name: most * most if str(name).endswith("_edge") else most for name in value}
+    return bool(value) and all(each is None or _is_size(each, limits[name]) for name, each in value.items())
 
 
 def _is_size(value: Any, most: int) -> bool:

@@ -84,8 +84,8 @@ def _connect(config: RunConfig) -> Path | None:
             )
         except _NO_START as error:
             raise ResourceError(
-                f"Ray does not start on this machine: {_first_line(error)}; look at the room in /tmp and in /dev/shm, and "
-                "at the limits of processes and open files (ulimit -a)"
+                f"Ray does not start on this machine: {_first_line(error)}; look at the room in /tmp and in /dev/shm, "
+                "and at the limits of processes and open files (ulimit -a)"
             ) from error
         session = Path(started.address_info["session_dir"])
         local_ray.mark_session(session)

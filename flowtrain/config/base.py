@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 MAX_INT = 2**53
@@ -22,8 +22,8 @@ class ConfigModel(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _fits_a_number(cls, value: Any) -> Any:
-        """Refuse integers that no array and no clock could hold."""
-        if isinstance(value, int) and not isinstance(value, bool) and value > MAX_INT:
+    def _fits_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse integers that no array and no clock could hold; a seed is no number to count with."""
+        if isinstance(value, int) and value > MAX_INT and info.field_name != "seed":
             raise PydanticCustomError("less_than_equal", "too large", {"le": MAX_INT})
         return value

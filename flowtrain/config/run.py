@@ -38,10 +38,10 @@ MAX_REGION_NBYTES = 1 << 59
 class RunConfig(ConfigModel):
     """One training run, as written in one YAML file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's directory is ``<runs_dir>/<name>``."""
     runs_dir: str = "runs"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63)
     """Decides the order of the data and random initial weights."""
     mode: ModeChoice = "decoupled"
     """How encoders and backbone share devices and time (docs/modes.md). ``auto``: the one that ``flowtrain plan``

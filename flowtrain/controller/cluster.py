@@ -73,7 +73,7 @@ def _connect(config: RunConfig) -> Path | None:
     if not address:
         local_ray.keep_token_private(os.environ, creates=_has_tokens_by_default())
         try:
-            started = ray.init(
+            started: Any = ray.init(
                 address="local",
                 namespace=namespace,
                 num_cpus=os.cpu_count(),

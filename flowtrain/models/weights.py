@@ -104,7 +104,7 @@ def check_module(mapping: Mapping[str, Any], key: str) -> None:
     mapping, key: as of ``read_config``. Raises ConfigError that says what the module's class makes of it.
     """
     config = read_config(None, mapping, key)
-    known = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
     if type(config) not in known:
         return  # its family says what it takes
     try:

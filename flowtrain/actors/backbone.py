@@ -137,7 +137,7 @@ class BackboneRank:
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         if recomputation is not None and device.type != "cpu":  # what a CPU's step takes is not measured
             rank = recomputation.ranks[self._pp_rank]
-            self.trainer.guard_memory(MemoryGuard.of(self.trainer.model.partition, self._pp_rank, rank, device))
+            self.trainer.guard_memory(MemoryGuard.of(self.trainer.model.partition, rank, self._group))
         recomputed = recomputation.text if recomputation is not None else ""
         return RankStart(device_peak(device, self._dtype), reduction, sharding, recomputed)
 

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from flowtrain.pipeline.actions import StageMemory, StageModule
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.recompute import RankRecomputation, stepped_up
+from flowtrain.training.mesh import TP_AXIS, BackboneGroup
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ class MemoryGuard:
     """Steps a rank's recomputation up by what its last step took too much (OmniBal 4.3, the end of step 4).
 
     Every step is a trial. The usable memory leaves a margin to the device's, within which a step is over the limit and
-    still runs. Ranks decide by themselves: which layers one recomputes changes no result and no transfer.
+    still runs. Tensor parallel groups decide by themselves: what they recompute changes no result and no transfer.
 
     stages: the rank's, in the order of the flow: module, index, number of layers.
     saved_nbytes: what recomputing one more layer of a module saves.
@@ -39,10 +41,12 @@ class MemoryGuard:
         self._has_told = False
 
     @classmethod
-    def of(cls, partition: Partition, rank: int, chosen: RankRecomputation, device: torch.device) -> MemoryGuard:
-        """Build the guard of a pipeline rank on an accelerator."""
-        stages = [(each.module, each.index, len(each.layers)) for each in partition.of_rank(rank) if each.has_backward]
-        return cls(stages, chosen.saved_nbytes, chosen.usable_nbytes, lambda: _taken_peak_nbytes(device))
+    def of(cls, partition: Partition, chosen: RankRecomputation, group: BackboneGroup) -> MemoryGuard:
+        """Build the guard of a rank on an accelerator; ranks of a tensor parallel group call it together."""
+        own = partition.of_rank(group.pp_rank)
+        stages = [(each.module, each.index, len(each.layers)) for each in own if each.has_backward]
+        _taken_peak_nbytes(group)  # building the model is no step
+        return cls(stages, chosen.saved_nbytes, chosen.usable_nbytes, lambda: _taken_peak_nbytes(group))
 
     def after_step(
         self, memory: Mapping[tuple[StageModule, int], StageMemory]
@@ -65,8 +69,11 @@ class MemoryGuard:
         return changed
 
 
-def _taken_peak_nbytes(device: torch.device) -> int:
-    backend = torch.get_device_module(device)
-    peak = int(backend.max_memory_allocated(device))
-    backend.reset_peak_memory_stats(device)
-    return peak
+def _taken_peak_nbytes(group: BackboneGroup) -> int:
+    """The most memory since the last call, on the fullest rank of the tensor parallel group, which all do alike."""
+    backend = torch.get_device_module(group.device)
+    peak = torch.tensor([backend.max_memory_allocated(group.device)], device=group.device)
+    backend.reset_peak_memory_stats(group.device)
+    if group.degrees.tp > 1:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group.mesh[TP_AXIS].get_group())
+    return int(peak)

@@ -52,7 +52,7 @@ def _checkpointing(config: RunConfig, on_cpu: bool) -> tuple[_Checkpointing, ...
     words: tuple[_Checkpointing, ...] = (
         ("none", "selective", "full") if on_cpu else ("none", "selective", "full", "offload")
     )
-    if given in ("every_n", "adaptive"):
+    if given == "every_n" or given == "adaptive":
         return (None, *words)
     return (given, *(word for word in words if word != given))
 

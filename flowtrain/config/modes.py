@@ -73,7 +73,7 @@ def encoder_memory_is_of_trained_layers(config: RunConfig) -> Iterator[Fault]:
                 f"encoders.{name}.activation_checkpointing",
                 FaultCode.CONFLICT,
                 f"encoders.{name}.activation_checkpointing ({encoder.activation_checkpointing}) has no effect: "
-                f"encoders.{name}.trainable is false, and a frozen encoder keeps nothing for a backward pass; leave out "
+                f"encoders.{name}.trainable is false, and a frozen encoder keeps nothing for a backward; leave out "
                 "the first, or set the second in mode 'monolithic'",
             )
 

@@ -34,7 +34,9 @@ class LayerCosts:
         return tuple(int(each.sum()) for each in np.split(self.sizes, ends[:-1]))
 
 
-def layer_costs(times: ActionTimes, work: MicrobatchWork, *, encoder: str | None, is_cut: bool, trains: bool) -> LayerCosts:
+def layer_costs(
+    times: ActionTimes, work: MicrobatchWork, *, encoder: str | None, is_cut: bool, trains: bool
+) -> LayerCosts:
     """Return the costs of a microbatch's layers.
 
     encoder: its name in a pipeline that has it. is_cut: its layers are cut as the backbone's are; otherwise all of them

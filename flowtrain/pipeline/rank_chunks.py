@@ -50,9 +50,7 @@ def rank_chunks(partition: Partition, rank: int, num_microbatches: int) -> RankC
     return RankChunks(tuple(backbone), tuple(encoder))
 
 
-def memory_of_rank(
-    model: ModelSpec, held: RankChunks, setup: TrainingSetup, size: MicrobatchSize
-) -> StepMemory:
+def memory_of_rank(model: ModelSpec, held: RankChunks, setup: TrainingSetup, size: MicrobatchSize) -> StepMemory:
     """Return the predicted memory of a rank that holds these chunks. size: of the largest microbatch."""
     encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
     return predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder)

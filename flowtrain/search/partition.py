@@ -85,8 +85,8 @@ def simulated_step_s(
 def with_chosen_partition(config: RunConfig, model: ModelSpec) -> RunConfig:
     """Return the configuration with numbers in the place of a word in ``pipeline.partition``.
 
-    The same wherever it is called: times are those of the configured profile, else of data sheets. Raises ConfigError if
-    the layers cannot be cut, or the profile cannot be read.
+    The same wherever it is called: times are those of the configured profile, else of data sheets. Raises ConfigError
+    if the layers cannot be cut, or the profile cannot be read.
     """
     pipeline, pp = config.pipeline, config.backbone.pipeline_parallel_size
     if not isinstance(pipeline.partition, str):

@@ -78,8 +78,8 @@ def _sharding(config: RunConfig, degrees: Degrees, needs: Callable[[RunConfig], 
 def decide_recomputation(config: RunConfig, family: Family, group: BackboneGroup) -> Recomputation | None:
     """Return what all ranks recompute if ``activation_checkpointing`` is adaptive; collective, the same on all ranks.
 
-    config: with the choices of ``decide_reduction`` and ``decide_sharding``, which count it as ``full``. None: nothing is
-    adaptive.
+    config: with the choices of ``decide_reduction`` and ``decide_sharding``, which count it as ``full``. None: nothing
+    is adaptive.
     """
     if not (adaptive := _adaptive_modules(config)):
         return None

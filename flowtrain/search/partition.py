@@ -7,7 +7,7 @@ their stages are and how much they send, and the best are simulated. The paper m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowtrain.config.run import RunConfig
@@ -20,6 +20,7 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.profile import configured_profile
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError
+from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.configured import VISION_SHARE, configured_partition
 from flowtrain.pipeline.cuts import NUM_CANDIDATES, RADIUS, named_cut, profile_cut, ranked_cuts
 from flowtrain.pipeline.partition import Partition
@@ -70,12 +71,13 @@ def simulated_step_s(
     *,
     encoder: str = "",
     schedule: ScheduleName = "1f1b",
+    recomputed: Mapping[tuple[StageModule, int], int] | None = None,
 ) -> float:
     """Return the seconds of one replica's step with these microbatches, without the update.
 
-    times: of one replica. encoder: as of ``StepSimulator``.
+    times: of one replica. encoder, recomputed: as of ``StepSimulator``.
     """
-    simulator = StepSimulator(partition, times, encoder, buffered=times.times.device.name == CPU)
+    simulator = StepSimulator(partition, times, encoder, times.times.device.name == CPU, recomputed)
     program = simulator.named(schedule, len(works), 1)
     return Timeline(
         program, *simulator.durations(program, MicrobatchColumns.of(works)), buffered=simulator.buffered

@@ -63,9 +63,7 @@ def test_every_rank_recomputes_the_fewest_layers_that_fit(place: str, share: flo
         words = replace(setup, encoder_checkpointing=encoder, activation_checkpointing=backbone)
         return memory_of_rank(SMALL, helds[rank], words, SIZE).peak
 
-    limits = [
-        (peak(rank, ("full",) * 3, ("full",) * 4), peak(rank, ("none",) * 3, ("none",) * 4)) for rank in range(2)
-    ]
+    limits = [(peak(rank, ("full",) * 3, ("full",) * 4), peak(rank, ("none",) * 3, ("none",) * 4)) for rank in range(2)]
     usable = [int(low + share * (high - low)) for low, high in limits]
     chosen = adaptive_recomputation(
         partition, SMALL, setup, SIZE, usable, adaptive={ENCODER, BACKBONE}, num_microbatches=4

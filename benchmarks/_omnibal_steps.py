@@ -43,7 +43,7 @@ MODULES = (StageModule.ENCODER, StageModule.BACKBONE)
 class Data:
     """Samples drawn with the means that Table 10 implies, since the paper's data are not public.
 
-    most_tiles: of an image, without its thumbnail. tiles, text: means of a sample. q_tiles, q_tokens: quotas of a group.
+    most_tiles: of an image, without its thumbnail. tiles, text: means of a sample. q_tiles, q_tokens: a group's quotas.
     """
 
     most_tiles: int

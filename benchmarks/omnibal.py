@@ -2,9 +2,9 @@
 
 python benchmarks/omnibal.py [--traces CSV ...] [--json] [--report docs/results/omnibal.md]
 
-Models have the published shapes, on A100s by data sheet. Samples are drawn with the means that the paper's tables imply,
-since its data are not public; 1.2 M of them are an epoch. DistRatio and the convergence of ISF are of traces: CSVs with the
-columns num_image_tiles,num_tokens. Nothing is fitted to the paper's figures.
+Models have the published shapes, on A100s by data sheet. Samples are drawn with the means that the paper's tables
+imply, since its data are not public; 1.2 M of them are an epoch. DistRatio and the convergence of ISF are of traces:
+CSVs with the columns num_image_tiles,num_tokens. Nothing is fitted to the paper's figures.
 """
 
 from __future__ import annotations
@@ -153,10 +153,8 @@ def table_10(page: Page) -> None:
         found = _parts(CHAT_1_5, data)
         ours = found["baseline"][1], found["data+model+memory"][1]
         _, per_group = data.grouped()
-        rows.append(
-            f"{most} | {per_group:.1f} | {ours[0]:.1f} to {ours[1]:.1f} ({ours[0] / ours[1]:.2f}x) | {before} to {after} "
-            f"({before / after:.2f}x)"
-        )
+        ours_text = f"{ours[0]:.1f} to {ours[1]:.1f} ({ours[0] / ours[1]:.2f}x)"
+        rows.append(f"{most} | {per_group:.1f} | {ours_text} | {before} to {after} ({before / after:.2f}x)")
         page.figures.append(
             Figure(f"table10.{most}.speedup", ours[0] / ours[1], "x", note=f"paper {before / after:.2f}")
         )
@@ -212,8 +210,8 @@ def table_3(page: Page, trace: Path) -> None:
         f"Table 3 on the lengths of {trace.stem}",
         "method | samples a group | pad ratio, DistRatio ViT, LLM | paper (InternVL-1.2M)",
         rows,
-        f"{len(lengths)} samples of at most {CAPACITY} tokens, {TOKENS_PER_TILE} a tile, {DP} ranks. ISF: groups over the whole "
-        "set, what is left by best fit.",
+        f"{len(lengths)} samples of at most {CAPACITY} tokens, {TOKENS_PER_TILE} a tile, {DP} ranks. ISF: groups over the "
+        "whole set, what is left by best fit.",
     )
     _convergence(page, trace.stem, lengths)
 
@@ -222,7 +220,7 @@ def _convergence(page: Page, name: str, lengths: Lengths) -> None:
     """Appendix G: DistRatio of the groups that ISF has drawn after so many iterations."""
     rows = []
     for iterations in (1, 2, 3, 5, 10):
-        number, count = draw_groups(lengths, *isf_quotas(lengths, CAPACITY), 0, iterations)
+        number, _ = draw_groups(lengths, *isf_quotas(lengths, CAPACITY), 0, iterations)
         of_all = isf_groups(lengths, CAPACITY, 0, iterations)
         values = _ratios(lengths, _slots(_members(of_all)), padded=False)
         rows.append(f"{iterations} | {(number >= 0).mean():.3f} | {values[1]:.4f} | {values[2]:.4f}")
@@ -260,7 +258,7 @@ def _report(page: Page) -> str:
         ".venv/bin/python benchmarks/omnibal.py --traces ai2d.csv synthdog.csv --report docs/results/omnibal.md",
         "```",
         "",
-        f"Commit {commit()}. Machine: {on['cpu']}, {on['cores']} cores; the figures are simulated, so it does not matter.",
+        f"Commit {commit()}. Machine: {on['cpu']}, {on['cores']} cores; figures are simulated, so it does not matter.",
         "",
         "All steps are simulated for A100s by data sheet, with the published shapes of the models; the paper's are "
         "measured. Samples are drawn with the means that the paper's tables imply, since its data are not public. "

@@ -17,8 +17,8 @@ class Slices:
     chunks: int = 1
     """``pipeline.chunks``."""
     counts: tuple[int, ...] | None = None
-    """The numbers of ``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced. Words
-    of that key count as balanced: a run finds their numbers at its start."""
+    """The numbers of ``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced.
+    Words of that key count as balanced: a run finds their numbers at its start."""
     counts_encoder: bool = False
     """``counts`` include the encoder's layers (``pipeline.encoder_layers: mixed`` in mode ``monolithic``)."""
     first_layers: int = 1

@@ -123,8 +123,8 @@ class BackboneConfig(ConfigModel):
     activation_checkpointing: Checkpointing | tuple[LayerCheckpointing, ...] = "none"
     """What the backward pass recomputes: nothing, every layer, everything except matrix products and attention
     (``selective``), or each ``checkpoint_every``-th layer (``every_n``). ``offload`` recomputes nothing: what layers
-    keep waits in pinned host memory until their backward pass. ``adaptive``: on each pipeline rank as little as fits the
-    memory, chosen at the start (docs/memory.md). A list has one word for each decoder layer."""
+    keep waits in pinned host memory until their backward pass. ``adaptive``: on each pipeline rank as few layers as
+    the memory allows, chosen at the start (docs/memory.md). A list has one word for each decoder layer."""
     checkpoint_every: int = Field(2, ge=2)
     usable_memory_nbytes: int | None = Field(None, ge=1)
     """The most device memory that a rank's training step may take, as far as it is predicted: for ``adaptive`` and the

@@ -62,7 +62,7 @@ class TrainingSetup:
 
     @property
     def of_encoder(self) -> Checkpointing:
-        """What a trained encoder follows: its own words, else the backbone's word; with the backbone's list it keeps all."""
+        """What a trained encoder follows: its own words, else the backbone's word; beside a list it keeps all."""
         if self.encoder_checkpointing is not None:
             return self.encoder_checkpointing
         return self.activation_checkpointing if isinstance(self.activation_checkpointing, str) else "none"

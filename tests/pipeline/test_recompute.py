@@ -69,6 +69,8 @@ def test_every_rank_recomputes_the_fewest_layers_that_fit(place: str, share: flo
         partition, SMALL, setup, SIZE, usable, adaptive={ENCODER, BACKBONE}, num_microbatches=4
     )
     assert chosen.encoder is not None and chosen.backbone is not None
+    encoder_cost = SIZE.num_tower_tokens * SMALL.encoders["vision"].layer_matmul_parameters
+    backbone_cost = SIZE.num_tokens * SMALL.backbone.layer_matmul_parameters
     for rank, found in enumerate(chosen.ranks):
         assert found.peak_nbytes == peak(rank, chosen.encoder, chosen.backbone)
         own = {
@@ -77,8 +79,6 @@ def test_every_rank_recomputes_the_fewest_layers_that_fit(place: str, share: flo
         }
         if not found.fits:
             continue
-        encoder_cost = SIZE.num_tower_tokens * SMALL.encoders["vision"].layer_matmul_parameters
-        backbone_cost = SIZE.num_tokens * SMALL.backbone.layer_matmul_parameters
 
         def cost(encoder: tuple[str, ...], backbone: tuple[str, ...], own: dict = own) -> int:
             counted = sum(encoder[layer] == "full" for layer in own[ENCODER]) * encoder_cost

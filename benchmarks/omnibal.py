@@ -210,8 +210,8 @@ def table_3(page: Page, trace: Path) -> None:
         f"Table 3 on the lengths of {trace.stem}",
         "method | samples a group | pad ratio, DistRatio ViT, LLM | paper (InternVL-1.2M)",
         rows,
-        f"{len(lengths)} samples of at most {CAPACITY} tokens, {TOKENS_PER_TILE} a tile, {DP} ranks. ISF: groups over the "
-        "whole set, what is left by best fit.",
+        f"{len(lengths)} samples of at most {CAPACITY} tokens, {TOKENS_PER_TILE} a tile, {DP} ranks. ISF: groups over "
+        "the whole set, what is left by best fit.",
     )
     _convergence(page, trace.stem, lengths)
 

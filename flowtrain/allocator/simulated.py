@@ -54,7 +54,7 @@ def simulated_run(
     ends = packed.slot_ends[:_MOST_BATCHES]
     for index, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
-        program = simulator.named(schedule, int(last - first), packed.dp)
+        program, works = simulator.folded(schedule, works, packed.dp)
         step = StepWork(program, works, tuple(each[index] for each in encoded))
         steps.append(_shared(step, simulator, candidate, packed, slowdown) if candidate.mode == "colocated" else step)
     return simulate(

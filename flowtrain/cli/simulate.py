@@ -15,7 +15,7 @@ from rich.table import Table
 from flowtrain import api
 from flowtrain.cli.mode_tables import plan_text
 from flowtrain.cli.output_path import check_output_path
-from flowtrain.cli.tables import facts_table
+from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.simulation import MOST_ROWS, SimulatedMode, SimulationReport
 from flowtrain.errors import ConfigError
 from flowtrain.simulator.gantt import BACKWARD, FORWARD, STARVED
@@ -42,7 +42,7 @@ def simulate(
         print(json.dumps(report.as_record(), allow_nan=False))
         return
     console = Console()
-    chart = _chart(report.modes[0], max(console.width - len("rank 00  ") - 1, _NARROWEST))
+    chart = _chart(report.modes[0], max(console.width - len("rank 00 1023 GiB  ") - 1, _NARROWEST))
     console.print(_modes(report), chart, facts_table(_facts(report)), sep="\n")
     if trace is not None:
         print(f"trace of a step of {report.modes[0].rating.mode}: {trace}", file=sys.stderr)
@@ -71,7 +71,13 @@ def _modes(report: SimulationReport) -> Table:
 
 def _chart(mode: SimulatedMode, width: int) -> Table:
     """The last step of the first replica, a line for each pipeline rank."""
-    return facts_table([(f"rank {rank}", line) for rank, line in enumerate(mode.gantt(width))])
+    peaks = [sum(each.values()) for each in mode.rank_memory]
+    lines = mode.gantt(width)
+    return facts_table([(_rank(rank, peaks[rank]), line) for rank, line in enumerate(lines)])
+
+
+def _rank(rank: int, peak_nbytes: int) -> str:
+    return f"rank {rank} {nbytes_text(peak_nbytes)}"
 
 
 def _facts(report: SimulationReport) -> list[tuple[str, str]]:
@@ -84,9 +90,19 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
         ("devices", f"{devices}, times from {rates}"),
+        ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *((each.mode, each.reason) for each in planning.comparison.ratings if each.rate is None),
     ]
+
+
+def _memory(mode: SimulatedMode) -> str:
+    """What the fullest rank holds at its fullest moment."""
+    peaks = [sum(each.values()) for each in mode.rank_memory]
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
+    held = [(name.replace("_", " "), count) for name, count in mode.rank_memory[fullest].items()]
+    parts = ", ".join(f"{name} {nbytes_text(count)}" for name, count in held if count)
+    return f"peaks are beside the ranks; the fullest is rank {fullest}: {parts}"
 
 
 def _write(path: Path, mode: SimulatedMode) -> None:

@@ -19,6 +19,7 @@ from flowtrain.config.modes import (
     auto_is_free,
     colocated_devices_are_shared,
     colocated_encoders_fit_their_ranks,
+    encoder_memory_is_of_trained_layers,
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
@@ -80,6 +81,7 @@ class RunConfig(ConfigModel):
             schedule_has_its_chunks,
             partition_has_its_stages,
             encoders_are_trained_inside,
+            encoder_memory_is_of_trained_layers,
             colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
             _shard_size_has_hybrid_sharding,

@@ -91,7 +91,7 @@ def mark_session(session: Path) -> None:
 
 
 def remove_session(session: Path) -> None:
-    """Remove the directory of a session that has ended: sockets, logs, spilled objects."""
+    """Remove the directory of a session that has ended (sockets, logs, spilled objects), and links into it."""
     for attempt in range(_REMOVE_ATTEMPTS):
         if attempt:
             time.sleep(_REMOVE_RETRY_S)  # a process of the session still writes its last lines
@@ -100,10 +100,10 @@ def remove_session(session: Path) -> None:
             break
     else:
         logger.warning("%s could not be removed; it has what Ray wrote for this run", session)
-    latest = session.parent / "session_latest"
-    with suppress(OSError):
-        if os.readlink(latest) == str(session):
-            latest.unlink()
+    for link in session.parent.iterdir():  # session_latest, and a list of nodes for Prometheus
+        with suppress(OSError):  # no link, or gone
+            if os.readlink(link).startswith(str(session)):
+                link.unlink()
 
 
 def remove_dead_sessions(root: Path) -> None:

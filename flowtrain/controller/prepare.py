@@ -33,6 +33,7 @@ from flowtrain.pipeline.configured import configured_memory, configured_partitio
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.search.partition import with_chosen_partition
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
@@ -47,6 +48,7 @@ class RunSpec:
     """Run spec: a run that can start."""
 
     config: RunConfig
+    """With the numbers of ``pipeline.partition``."""
     plan: Plan
     """With the devices that actors take if the cluster has some."""
     model_spec: ModelSpec
@@ -112,6 +114,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_emulated_profile(config, spec)
     plan = with_settings_of(config, fixed_plan(config), plan)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
+    config = with_chosen_partition(config, spec)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels

@@ -19,7 +19,7 @@ from flowtrain.controller.planning.report import PlanReport, make_report
 from flowtrain.controller.planning.request import device_times, request_of, surrogates
 from flowtrain.costs.profile import Profile
 from flowtrain.pipeline.partition import Partition
-from flowtrain.simulator.gantt import text_rows, trace_events
+from flowtrain.simulator.gantt import memory_events, text_rows, trace_events
 from flowtrain.simulator.run import SimulatedRun
 
 SIMULATION_SCHEMA = 1
@@ -65,8 +65,13 @@ class SimulatedMode:
 
     @property
     def peak_nbytes(self) -> dict[str, int]:
-        """Predicted peak of each module's fullest device."""
+        """Peak of each module's fullest device, as the planner predicts it for microbatches of full size."""
         return {module.name: module.peak_nbytes for module in self.rating.modules}
+
+    @cached_property
+    def rank_memory(self) -> tuple[dict[str, int], ...]:
+        """Bytes of each pipeline rank at the fullest moment of the simulated steps, by kind."""
+        return self.run.rank_peaks()
 
     def gantt(self, width: int) -> list[str]:
         """Return the last step of the first replica's pipeline ranks, a line of text each."""
@@ -75,8 +80,10 @@ class SimulatedMode:
         return text_rows(timeline, range(min(pp, MOST_ROWS)), width)
 
     def trace(self) -> dict[str, Any]:
-        """Return the last step as a Chrome trace."""
-        return {"displayTimeUnit": "ms", "traceEvents": trace_events(self.run.last, self.partition)}
+        """Return the last step as a Chrome trace, with the memory of each rank."""
+        timeline = self.run.last
+        events = trace_events(timeline, self.partition) + memory_events(self.run.memory(), timeline)
+        return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -94,6 +101,8 @@ class SimulatedMode:
             "starved": self.run.starved,
             "bubble": self.run.bubble,
             "peak_nbytes": self.peak_nbytes,
+            "rank_peak_nbytes": [sum(each.values()) for each in self.rank_memory],
+            "rank_memory": list(self.rank_memory),
         }
 
 

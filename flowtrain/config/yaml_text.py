@@ -18,9 +18,9 @@ Path = tuple[str | int, ...]
 """Keys and list indices from the root of a document to a value."""
 
 
-MAX_LENGTH = 1 << 20
+MAX_LENGTH = 1 << 18
 """Characters of a text."""
-MAX_VALUES = 20_000
+MAX_VALUES = 10_000
 """Keys and values of a text, each alias and each merged key counted where it stands."""
 MAX_DEPTH = 50
 """Mappings and lists inside each other."""

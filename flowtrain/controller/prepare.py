@@ -28,6 +28,7 @@ from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
+from flowtrain.models.weights import check_builds
 from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
@@ -109,6 +110,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     num_eval = max((each.num_samples for each in evaluations), default=0)
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
+    check_modules(config, family)
     check_parameter_names(config, family)
     spec = family.model_spec
     check_emulated_profile(config, spec)
@@ -146,6 +148,15 @@ def _indexed(config: RunConfig) -> tuple[SourceIndex, ...]:
         return SourceSet.index(config.data)
     except DataError as error:
         raise RefusedDataError(str(error)) from error
+
+
+def check_modules(config: RunConfig, family: Family) -> None:
+    """Raise ConfigError if a module that is given by its configuration cannot be built."""
+    for name, encoder in config.encoders.items():
+        if encoder.config is not None:
+            check_builds(family.vision_config, f"encoders.{name}")
+    if config.backbone.config is not None:
+        check_builds(family.text_config, "backbone")
 
 
 def check_parameter_names(config: RunConfig, family: Family) -> None:

@@ -20,8 +20,6 @@ from flowtrain.models.weights import did_you_mean, in_a_line
 logger = logging.getLogger(__name__)
 
 _SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
-_TRIED_SIZE = (64, 48)
-_MOST_TRIED_PIXELS = 1 << 24
 
 
 def load_image_processor(
@@ -56,27 +54,18 @@ def processor_or(
 
 
 def _overridden(processor: BaseImageProcessor, overrides: Mapping[str, Any], key: str) -> BaseImageProcessor:
-    """A processor with other settings, tried on a grey image: later every image would be rejected.
-
-    Raises ConfigError if the settings cannot be used.
-    """
-    kind, given = type(processor), ", ".join(overrides)
     try:
-        changed = kind(**{**processor.to_dict(), **overrides})
-        height, width = fixed_output_size(changed) or (1, 1)
-        if max(height * width, resized_pixels(changed, *_TRIED_SIZE)) > _MOST_TRIED_PIXELS:
-            return changed
-        values = np.asarray(_processed(changed, Image.new("RGB", _TRIED_SIZE, (128, 128, 128))), np.float32)
+        return type(processor)(**{**processor.to_dict(), **overrides})
     except Exception as error:  # HF's classes compute with values that nothing has checked
-        raise ConfigError(
-            f"{key}: {kind.__name__} cannot use its settings ({given}): {in_a_line(error)}; correct them, or leave "
-            "them out"
-        ) from error
-    if not np.isfinite(values).all():
-        raise ConfigError(
-            f"{key}: {kind.__name__} makes infinite pixels with its settings ({given}); image_std may not be 0"
-        )
-    return changed
+        raise unusable(key, type(processor).__name__, overrides, error) from error
+
+
+def unusable(key: str, what: str, overrides: Mapping[str, Any], error: Exception) -> ConfigError:
+    """Return the error of an image processor that cannot work with its settings. what: the class, or what it does."""
+    return ConfigError(
+        f"{key}: {what} cannot use the settings of the image processor ({', '.join(overrides)}): {in_a_line(error)}; "
+        "correct them, or leave them out"
+    )
 
 
 def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:

@@ -98,23 +98,24 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
         raise ConfigError(f"{key}.config: {model_type} refuses it: {in_a_line(error)}") from error
 
 
-def check_module(mapping: Mapping[str, Any], key: str) -> None:
-    """Read a module's configuration and build it with one layer, on no device: some values fail only there.
+def check_builds(config: PreTrainedConfig, key: str) -> None:
+    """Build a module with one layer, on no device: some values of its configuration fail only there.
 
-    mapping, key: as of ``read_config``. Raises ConfigError that says what the module's class makes of it.
+    key: configuration key of the module. Imports the model's code. Raises ConfigError that says what the class makes of
+    it; a class that only a whole model has is not tried.
     """
-    config = read_config(None, mapping, key)
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
     if type(config) not in known:
-        return  # its family says what it takes
+        return
+    small = copy.deepcopy(config)
     try:
         for name in ("num_hidden_layers", "depth"):
-            if isinstance(getattr(config, name, None), int):
-                setattr(config, name, 1)
-        if isinstance(getattr(config, "layer_types", None), list):
-            config.layer_types = config.layer_types[:1]
+            if isinstance(getattr(small, name, None), int):
+                setattr(small, name, 1)
+        if isinstance(getattr(small, "layer_types", None), list):
+            small.layer_types = small.layer_types[:1]
         with torch.device("meta"), no_init_weights():
-            known[type(config)]._from_config(config, dtype=torch.float32)
+            known[type(small)]._from_config(small, dtype=torch.float32)
     except Exception as error:  # HF's classes compute with values that nothing has checked
         raise ConfigError(
             f"{key}.config: no {config.model_type} can be built with these values: {in_a_line(error)}; correct them, "

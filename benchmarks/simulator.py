@@ -4,7 +4,7 @@ python benchmarks/simulator.py [--json]
 
 A schedule of 64 microbatches over 16 stages with durations drawn from a seed is timed as a whole, then again and again
 after the duration of one action, drawn uniformly, has changed. A decoupled run of 1,000 steps with 256 samples each is
-simulated for the plan of VLM-6B on 256 H200, which is planned first; planning does not count. Exits with 1 if a time
+simulated for the plan of VLM-6B on 256 H200, through the class that a run's coordinator wraps; planning does not count. Exits with 1 if a time
 after a change differs from that of a new run.
 """
 
@@ -78,7 +78,11 @@ def run_figures() -> list[Figure]:
     """Seconds of a long run on many devices."""
     report = flowtrain.simulate(MODEL, CHANGES_OF_RUN, devices=DEVICES, num_steps=STEPS)
     (mode,) = report.modes
-    note = f"{len(mode.run.steps)} steps, {mode.rating.modules[-1].degrees} beside {mode.rating.modules[0].degrees}"
+    flow, degrees = mode.run.flow, [str(module.degrees) for module in mode.rating.modules]
+    note = (
+        f"{len(mode.run.steps)} steps, {degrees[-1]} beside {degrees[0]}; starved {mode.run.starved:.1%}, "
+        f"lookahead {flow.lookahead:.1f}, pool {flow.pool_mean_nbytes / flow.pool_nbytes:.0%} in use"
+    )
     return [at_most("run_s", report.seconds, "s", 10.0, note)]
 
 

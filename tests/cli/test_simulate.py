@@ -39,6 +39,10 @@ def test_all_modes_stand_side_by_side_the_fastest_first() -> None:
         assert each["rate"] == pytest.approx(each["rate_formula"], rel=0.1)
         assert 0.0 < each["mfu"] < 0.65, "of which 0.65 is assumed to be reached inside layers"
         assert 0.0 <= each["starved"] < 1.0 and 0.0 <= each["bubble"] < 1.0
+        flow = each["flow"]
+        assert set(flow["blocked_s"]) == (set() if each["mode"] in ("llm_only", "monolithic") else {"vision"})
+        assert flow["pool_mean_nbytes"] <= flow["pool_peak_nbytes"] <= flow["pool_nbytes"]
+        assert flow["lost"] == {"encode_s": 0.0, "num_remade": 0}
 
 
 def test_one_mode_is_simulated_by_itself() -> None:
@@ -71,6 +75,9 @@ def test_a_trace_has_every_forward_and_backward_of_a_step(tmp_path: Path) -> Non
         (("--trace", "step.txt"), "--trace step.txt: the ending must be .json"),
         (("--mode", "fast"), "fast"),
         (("--mode", "decoupled", "--compare"), "leave one out"),
+        (("--lose", "vision"), "losses (--lose) has 'vision'; write MODULE@SECONDS"),
+        (("--lose", "audio@3"), "losses (--lose) names 'audio', and the run has vision, feeder"),
+        (("--encoder-spread", "-1"), "encoder_spread (--encoder-spread) is -1.0; it must be 0 or more"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(arguments: tuple[str, ...], expected: str) -> None:
@@ -84,6 +91,14 @@ def test_python_gets_what_the_command_prints() -> None:
     (first, *_) = report.modes
     assert first.rate == pytest.approx(256 / first.run.step_s)
     assert len(first.run.steps) >= 4
+
+
+def test_lost_and_uneven_encoders_slow_a_run() -> None:
+    asked = (*SMALL, "--mode", "decoupled", "training.global_batch_size=256")
+    (quiet,) = record_of(*asked)["modes"]
+    (hit,) = record_of(*asked, "--lose", "vision@5+60", "--lose", "feeder@6", "--encoder-spread", "0.5")["modes"]
+    assert hit["flow"]["lost"]["encode_s"] > 0.0 and hit["flow"]["lost"]["num_remade"] > 0
+    assert hit["flow"]["starved_s"] > quiet["flow"]["starved_s"]
 
 
 def test_large_batches_are_simulated_by_a_part_of_the_replicas() -> None:

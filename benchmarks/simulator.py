@@ -4,8 +4,8 @@ python benchmarks/simulator.py [--json]
 
 A schedule of 64 microbatches over 16 stages with durations drawn from a seed is timed as a whole, then again and again
 after the duration of one action, drawn uniformly, has changed. A decoupled run of 1,000 steps with 256 samples each is
-simulated for the plan of VLM-6B on 256 H200, through the class that a run's coordinator wraps; planning does not count. Exits with 1 if a time
-after a change differs from that of a new run.
+simulated for the plan of VLM-6B on 256 H200, through the class that a run's coordinator wraps; planning does not count.
+Exits with 1 if a time after a change differs from that of a new run.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def partition_of(request: Request, candidate: ModeCandidate) -> Partition:
 
 
 def works_of(request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool) -> MicrobatchColumns:
-    """Return the microbatches in the slots from ``first`` to ``last``, those of a rank after those of the one before."""
+    """Return the microbatches in slots ``first`` to ``last``, those of a rank after those of the one before."""
     workload = request.workload
     lengths = workload.lengths.astype(np.float64)
     columns = (lengths, np.square(lengths), workload.vision_lengths, workload.target_lengths)

@@ -1,4 +1,4 @@
-"""The backbone of a simulated run: replicas read microbatches ahead, and train step after step by their action lists."""
+"""The backbone of a simulated run: replicas read microbatches ahead, and train by their action lists."""
 
 from __future__ import annotations
 
@@ -293,4 +293,3 @@ class Training:
         run.flow.steps.begin(unit + 1)
         run.may_plan = True
         run.note_released()
-

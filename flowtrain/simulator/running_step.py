@@ -37,7 +37,8 @@ class DataNeeds:
 class RunningStep:
     """Times of a step, as far as its data are there.
 
-    begin_s: when all ranks begin. ready_s: when each slot of each replica was read, ``[dp, K]``; ``NOT_YET``: it is not.
+    begin_s: when all ranks begin.
+    ready_s: when each slot of each replica was read, ``[dp, K]``; ``NOT_YET``: it was not.
     Other arguments are those of ``Timeline``.
     """
 

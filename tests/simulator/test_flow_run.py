@@ -127,7 +127,7 @@ def test_what_was_lost_is_counted():
     # In the middle of the third forward, which begins with the first lease and takes 0.512 s as all do.
     hit = Disturbances(losses=(Loss(VISION, 1.3, 0.1), Loss(FEEDERS, 1.4, 0.2)))
     run = simulate_flow(world_of(samples, simulator_of(1, 1), 1, **asked, disturbances=hit))
-    assert 0.2 < run.flow.lost.encode_s
+    assert run.flow.lost.encode_s > 0.2
     assert run.flow.lost.num_remade > 0
     assert run.ends_s[-1] > quiet.ends_s[-1]
 
@@ -180,11 +180,12 @@ def test_a_full_pool_holds_encoders_back_and_too_small_a_pool_is_refused():
     samples, simulator = drawn_samples(Random(3), alike=True), simulator_of(1, 1)
     asked = {"encoders": 1, "patch_s": 1e-4, "lookahead": 3, "num_steps": 8}
     free = simulate_flow(world_of(samples, simulator, 1, **asked))
-    tight = simulate_flow(world_of(samples, simulator, 1, **asked, segment_nbytes=LARGEST_LEASE, prefetch=1))
+    room = 4 * LARGEST_LEASE
+    tight = simulate_flow(world_of(samples, simulator, 1, **asked, segment_nbytes=room, prefetch=1))
     assert free.flow.pool_peak_nbytes > tight.flow.pool_peak_nbytes
-    assert tight.flow.pool_peak_nbytes <= LARGEST_LEASE
+    assert tight.flow.pool_peak_nbytes <= room
     assert tight.ends_s[-1] >= free.ends_s[-1] - 1e-9
-    with pytest.raises(ConfigError, match=r"gets stuck after .* encoders\.<name>\.segment_nbytes"):
+    with pytest.raises(ConfigError, match=r"gets stuck after .*encoders\.<name>\.segment_nbytes"):
         simulate_flow(world_of(samples, simulator, 1, **asked, segment_nbytes=256))
 
 

@@ -43,7 +43,7 @@ def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
 
 
 def with_room(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
-    """Return the plan; that of a model file, which has no segments of its own, with room for the encoders' lookahead."""
+    """Return the plan; that of a model file, which has no segments of its own, with room for the lookahead."""
     if planned.is_run:
         return plan
     return _with_segments(plan, pool_need(planned, plan, devices_per_node).remedy)

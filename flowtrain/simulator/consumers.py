@@ -122,7 +122,7 @@ class Training:
         self._optimizer_s = backbone.simulator.optimizer_s()
         self._plans: dict[int, StepPlan] = {}
         self._wanted: set[int] = set()  # units whose plans readers wait for
-        self._ready: dict[int, FloatArray] = {}  # of units that have not begun: when each slot was read, [dp, K]
+        self._ready: dict[int, list[list[float]]] = {}  # of units that have not begun: when each slot was read, [dp][K]
         self._delivered: list[tuple[int, tuple[int, ...]]] = []  # (replica, slots) of the running step
         self._running: tuple[StepWork, RunningStep] | None = None
         self._end_s = 0.0
@@ -163,7 +163,9 @@ class Training:
         if ready is None:
             self._delivered.append((dp_rank, slots))
         else:
-            ready[dp_rank, list(slots)] = self.run.now_s
+            own, now_s = ready[dp_rank], self.run.now_s
+            for slot in slots:
+                own[slot] = now_s
 
     # --- what wakes them ----------------------------------------------------------------------------------------
 
@@ -214,7 +216,7 @@ class Training:
             if plan is None:
                 break
             self._plans[unit] = plan
-            self._ready[unit] = np.full((plan.dp_size, plan.num_slots), NOT_YET)
+            self._ready[unit] = [[NOT_YET] * plan.num_slots for _ in range(plan.dp_size)]
             self._wanted.remove(unit)
             found = True
         return found
@@ -235,7 +237,7 @@ class Training:
             seconds,
             transfers,
             begin_s=self._end_s,
-            ready_s=self._ready.pop(unit),
+            ready_s=np.array(self._ready.pop(unit)),
             buffered=self._backbone.simulator.buffered,
         )
         self._running = step, running

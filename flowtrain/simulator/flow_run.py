@@ -6,8 +6,10 @@ instead of real time.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +26,8 @@ from flowtrain.simulator.virtual_feeders import FeederGroup, VirtualFeeder
 
 FEEDERS = "feeder"
 """The feeders, as a module that may be lost."""
+_MANY_OBJECTS = 100_000
+"""New objects between two rounds of the garbage collector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,17 @@ def simulate_flow(world: FlowWorld) -> FlowRun:
     return _Simulation(world).run()
 
 
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Let the garbage collector look for cycles less often: a run makes millions of short-lived records."""
+    before = gc.get_threshold()
+    gc.set_threshold(_MANY_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 class _Simulation:
     """All processes of one run."""
 
@@ -131,6 +146,11 @@ class _Simulation:
         self._training = Training(run, world.backbone)
 
     def run(self) -> FlowRun:
+        with _rare_collection():
+            self._run_all()
+        return self._result()
+
+    def _run_all(self) -> None:
         self._plan_losses(self._world.disturbances.losses)
         for feeder in self._feeders:
             feeder.start()
@@ -143,7 +163,6 @@ class _Simulation:
             if not self._run.advance():
                 raise self._stuck()
             self._settle()
-        return self._result()
 
     def _plan_losses(self, losses: Sequence[Loss]) -> None:
         modules: dict[str, Sequence[Producer]] = {line.group.name: line.encoders for line in self._lines}
@@ -185,7 +204,7 @@ class _Simulation:
         assert training.last is not None
         figures = FlowFigures(
             starved_s=sum(step.starved_s for step in training.steps),
-            blocked_s={line.group.name: line.blocked_s / line.group.count for line in self._lines},
+            blocked_s={line.group.name: float(line.blocked_s) / line.group.count for line in self._lines},
             pool_nbytes=sum(line.group.count * line.group.segment_nbytes for line in self._lines),
             pool_mean_nbytes=self._features.mean_nbytes,
             pool_peak_nbytes=self._features.peak_nbytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from flowtrain.costs.flops import IntArray
 from flowtrain.flow.steps import UnitPlanner
 from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.types.plan import CostModel, EncodeBatch, StepPlan, Unit
-from flowtrain.types.samples import PartSize, SampleRef, SizedSample
+from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SizedSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,14 @@ class SampleKind:
     num_target_tokens: int
     parts: tuple[PartSize, ...]
     image_nbytes: tuple[int, ...] = ()
+    text_nbytes: int = field(init=False)
+    """Of its text."""
+    images_nbytes: int = field(init=False)
+    """Of all its encoded images."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text_nbytes", sum(each.nbytes for each in self.parts if each.name == TEXT_PART))
+        object.__setattr__(self, "images_nbytes", sum(self.image_nbytes))
 
 
 class DrawnSamples:

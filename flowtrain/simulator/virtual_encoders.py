@@ -37,6 +37,8 @@ class _Job:
     """A leased batch."""
 
     lease: Lease
+    kinds: list[int]
+    """Of the samples of its batch."""
     leased_s: float
     begun_s: float = 0.0
     """Start of its forward."""
@@ -98,23 +100,25 @@ class EncoderLine:
             if encoder.room_nbytes >= needed:
                 encoder.ask()
 
-    def forward_s(self, batch: EncodeBatch) -> float:
-        """Return seconds of a batch's forward, the spread included."""
+    def forward_s(self, kinds: Sequence[int]) -> float:
+        """Return seconds of the forward of a batch of these kinds of samples, the spread included."""
         each = self.group.forward_s
-        seconds = sum([each[kind] for kind in self.samples.kinds_of(batch.positions)])
+        seconds = sum([each[kind] for kind in kinds])
         if not self._variance:
             return seconds
         return seconds * self._random.lognormvariate(-self._variance / 2, math.sqrt(self._variance))
 
-    def decode_s(self, batch: EncodeBatch) -> float:
-        """Return seconds in which a batch is decoded."""
+    def decode_s(self, kinds: Sequence[int]) -> float:
+        """Return seconds in which a batch of these kinds of samples is decoded."""
         each = self.group.decode_s
-        return sum([each[kind] for kind in self.samples.kinds_of(batch.positions)])
+        return sum([each[kind] for kind in kinds])
 
-    def feature_nbytes(self, positions: Sequence[int]) -> list[int]:
-        """Return the bytes of the features at each position."""
-        each = self._feature_nbytes
-        return [each[kind] for kind in self.samples.kinds_of(positions)]
+    def feature_nbytes(self, job: _Job) -> list[int]:
+        """Return the bytes of the features at each needed position of a lease."""
+        each, lease = self._feature_nbytes, job.lease
+        is_whole = lease.needed is lease.batch.positions
+        kinds = job.kinds if is_whole else self.samples.kinds_of(lease.needed)
+        return [each[kind] for kind in kinds]
 
     def note_forwarded(self, batch: EncodeBatch, seconds: float) -> None:
         """Note a finished forward; one that was done before is lost work."""
@@ -166,8 +170,9 @@ class VirtualEncoder(Producer):
         if order.lease is None:
             return  # the run is over
         self._segment.take(order.lease.nbytes)
-        job = _Job(order.lease, run.now_s)
-        run.at(run.now_s + self._line.decode_s(order.lease.batch), partial(self._has_decoded, job, self._life))
+        kinds = self._line.samples.kinds_of(order.lease.batch.positions)
+        job = _Job(order.lease, kinds, run.now_s)
+        run.at(run.now_s + self._line.decode_s(kinds), partial(self._has_decoded, job, self._life))
 
     def _has_decoded(self, job: _Job, life: int) -> None:
         if self._is_alive(life):
@@ -182,7 +187,7 @@ class VirtualEncoder(Producer):
         self._line.blocked_s += max(0.0, job.leased_s - self._idle_since_s)
         self._decoded, self._forwarding = None, job
         job.begun_s = run.now_s
-        run.at(run.now_s + self._line.forward_s(job.lease.batch), partial(self._has_forwarded, job, self._life))
+        run.at(run.now_s + self._line.forward_s(job.kinds), partial(self._has_forwarded, job, self._life))
         self.ask()
 
     def _has_forwarded(self, job: _Job, life: int) -> None:
@@ -190,7 +195,7 @@ class VirtualEncoder(Producer):
             return
         run, lease, name = self._run, job.lease, self._line.group.name
         self._line.note_forwarded(lease.batch, run.now_s - job.begun_s)
-        extents, sizes = self._segment.extents, self._line.feature_nbytes(lease.needed)
+        extents, sizes = self._segment.extents, self._line.feature_nbytes(job)
         ready = tuple(
             [
                 PartReady(position, name, lease.epoch, extents(nbytes))
@@ -199,14 +204,14 @@ class VirtualEncoder(Producer):
         )
         refused = run.flow.hand_in(self._index, EncoderReport(ready, lease_id=lease.lease_id))
         self._segment.free(run.aligned(refused))
-        self._note_ready(lease.needed)
+        self._note_ready(lease.needed, is_late=bool(refused))
         self._forwarding, self._idle_since_s = None, run.now_s
         self._forward()
 
-    def _note_ready(self, positions: Sequence[int]) -> None:
+    def _note_ready(self, positions: Sequence[int], is_late: bool) -> None:
         run, parts = self._run, self._run.flow.parts
         for position in positions:
-            if parts.is_consumed(position):
+            if is_late and parts.is_consumed(position):
                 continue  # the lease had expired
             microbatch = parts[position].microbatch
             if microbatch is None:

@@ -46,7 +46,8 @@ class VirtualFeeder(Producer):
         self._occupancy = occupancy
         self._lost = lost
         self._unit: Unit | None = None
-        self._todo: list[tuple[int, str]] = []  # parts to put, once there is room
+        self._todo: list[tuple[int, str, int]] = []  # parts to put, once there is room for all, with their bytes
+        self._needed_nbytes = 0
         self._is_sizing = False
 
     def start(self) -> None:
@@ -83,19 +84,26 @@ class VirtualFeeder(Producer):
         return positions[(self._number - unit.first_position) % count :: count]
 
     def _size(self, positions: Sequence[int]) -> None:
-        for position in positions:
-            self._todo.append((position, TEXT_PART))
-            if self._samples.kind(position).image_nbytes:
-                self._todo.append((position, IMAGES_PART))
+        kinds, todo = self._samples.kinds, self._todo
+        for position, index in zip(positions, self._samples.kinds_of(positions), strict=True):
+            kind = kinds[index]
+            todo.append((position, TEXT_PART, kind.text_nbytes))
+            if kind.images_nbytes:
+                todo.append((position, IMAGES_PART, kind.images_nbytes))
         self._work(len(positions))
 
     def _remake(self, remake: Sequence[Remake]) -> None:
-        self._todo += [(each.ref.position, part) for each in remake for part in each.parts]
+        for each in remake:
+            kind = self._samples.kind(each.ref.position)
+            sizes = {TEXT_PART: kind.text_nbytes, IMAGES_PART: kind.images_nbytes}
+            self._todo += [(each.ref.position, part, sizes[part]) for part in each.parts]
         self._lost.num_remade += len(self._todo)
         self._work(len(remake))
 
     def _work(self, num_samples: int) -> None:
         self._is_sizing = True
+        alignment = self._run.alignment
+        self._needed_nbytes = sum([-(-nbytes // alignment) * alignment for _, _, nbytes in self._todo])
         self._run.at(self._run.now_s + num_samples * self._group.sample_s, partial(self._sized, self._life))
 
     def _sized(self, life: int) -> None:
@@ -105,9 +113,7 @@ class VirtualFeeder(Producer):
 
     def _put(self) -> None:
         """Put all parts and report them; or wait for room, since a report has all of them."""
-        run, alignment = self._run, self._run.alignment
-        sizes = [self._nbytes(*each) for each in self._todo]
-        needed = sum([-(-nbytes // alignment) * alignment for nbytes in sizes])
+        run, needed = self._run, self._needed_nbytes
         if needed > self._segment.free_nbytes:
             order = run.flow.room_order(self._index)
             if order is not None:
@@ -115,10 +121,8 @@ class VirtualFeeder(Producer):
             if needed > self._segment.free_nbytes:
                 return
         self._segment.take(needed)
-        put = [
-            PartReady(position, part, 0, self._segment.extents(nbytes))
-            for (position, part), nbytes in zip(self._todo, sizes, strict=True)
-        ]
+        extents = self._segment.extents
+        put = [PartReady(position, part, 0, extents(nbytes)) for position, part, nbytes in self._todo]
         self._todo.clear()
         self._hand_over(self._report(put))
 
@@ -139,7 +143,3 @@ class VirtualFeeder(Producer):
         self._segment.free(run.aligned(run.flow.feed(self._index, report)))
         run.may_feed = run.may_lease = run.may_plan = True
         run.all_may_read |= bool(report.remade)
-
-    def _nbytes(self, position: int, part: str) -> int:
-        kind = self._samples.kind(position)
-        return sum(kind.image_nbytes) if part == IMAGES_PART else kind.parts[0].nbytes

@@ -40,7 +40,7 @@ def simulate(
         print(json.dumps(report.as_record(), allow_nan=False))
         return
     console = Console()
-    chart = _chart(report.modes[0], max(console.width - len("rank 00  ") - 1, _NARROWEST))
+    chart = _chart(report.modes[0], max(console.width - len("rank 00 1023 GiB  ") - 1, _NARROWEST))
     console.print(_modes(report), _flows(report), chart, facts_table(_facts(report)), sep="\n")
     if trace is not None:
         print(f"trace of a step of {report.modes[0].rating.mode}: {trace}", file=sys.stderr)
@@ -90,7 +90,13 @@ def _flows(report: SimulationReport) -> Table:
 
 def _chart(mode: SimulatedMode, width: int) -> Table:
     """The last step of the first replica, a line for each pipeline rank."""
-    return facts_table([(f"rank {rank}", line) for rank, line in enumerate(mode.gantt(width))])
+    peaks = [sum(each.values()) for each in mode.rank_memory]
+    lines = mode.gantt(width)
+    return facts_table([(_rank(rank, peaks[rank]), line) for rank, line in enumerate(lines)])
+
+
+def _rank(rank: int, peak_nbytes: int) -> str:
+    return f"rank {rank} {nbytes_text(peak_nbytes)}"
 
 
 def _facts(report: SimulationReport) -> list[tuple[str, str]]:
@@ -103,9 +109,19 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
         ("devices", f"{devices}, times from {rates}"),
+        ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *report.not_possible.items(),
     ]
+
+
+def _memory(mode: SimulatedMode) -> str:
+    """What the fullest rank holds at its fullest moment."""
+    peaks = [sum(each.values()) for each in mode.rank_memory]
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
+    held = [(name.replace("_", " "), count) for name, count in mode.rank_memory[fullest].items()]
+    parts = ", ".join(f"{name} {nbytes_text(count)}" for name, count in held if count)
+    return f"peaks are beside the ranks; the fullest is rank {fullest}: {parts}"
 
 
 def _write(path: Path, mode: SimulatedMode) -> None:

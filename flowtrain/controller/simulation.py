@@ -24,7 +24,7 @@ from flowtrain.costs.profile import Profile
 from flowtrain.errors import ConfigError
 from flowtrain.pipeline.partition import Partition
 from flowtrain.simulator.flow_run import FEEDERS, Disturbances, FlowRun, Loss
-from flowtrain.simulator.gantt import text_rows, trace_events
+from flowtrain.simulator.gantt import memory_events, text_rows, trace_events
 
 SIMULATION_SCHEMA = 2
 MOST_ROWS = 16
@@ -72,8 +72,13 @@ class SimulatedMode:
 
     @property
     def peak_nbytes(self) -> dict[str, int]:
-        """Predicted peak of each module's fullest device."""
+        """Peak of each module's fullest device, as the planner predicts it for microbatches of full size."""
         return {module.name: module.peak_nbytes for module in self.rating.modules}
+
+    @cached_property
+    def rank_memory(self) -> tuple[dict[str, int], ...]:
+        """Bytes of each pipeline rank at the fullest moment of the simulated steps, by kind."""
+        return self.run.rank_peaks()
 
     def gantt(self, width: int) -> list[str]:
         """Return the last step of the first replica's pipeline ranks, a line of text each."""
@@ -82,8 +87,10 @@ class SimulatedMode:
         return text_rows(timeline, range(min(pp, MOST_ROWS)), width)
 
     def trace(self) -> dict[str, Any]:
-        """Return the last step as a Chrome trace."""
-        return {"displayTimeUnit": "ms", "traceEvents": trace_events(self.run.last, self.partition)}
+        """Return the last step as a Chrome trace, with the memory of each rank."""
+        timeline = self.run.last
+        events = trace_events(timeline, self.partition) + memory_events(self.run.memory(), timeline)
+        return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -102,6 +109,8 @@ class SimulatedMode:
             "bubble": self.run.bubble,
             "peak_nbytes": self.peak_nbytes,
             "flow": asdict(self.run.flow),
+            "rank_peak_nbytes": [sum(each.values()) for each in self.rank_memory],
+            "rank_memory": list(self.rank_memory),
         }
 
 

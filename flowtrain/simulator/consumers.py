@@ -117,8 +117,8 @@ class Training:
         self.steps: list[SimulatedStep] = []
         self.lookaheads: list[int] = []
         """Units after each step that miss no part."""
-        self.last: Timeline | None = None
-        """Of the last step that ended."""
+        self.last: tuple[StepWork, Timeline] | None = None
+        """The last step that ended."""
         self._optimizer_s = backbone.simulator.optimizer_s()
         self._plans: dict[int, StepPlan] = {}
         self._wanted: set[int] = set()  # units whose plans readers wait for
@@ -134,6 +134,13 @@ class Training:
     def is_over(self) -> bool:
         """Whether all steps are done."""
         return len(self.steps) == self._backbone.num_steps
+
+    def different_steps(self) -> tuple[StepWork, ...]:
+        """Return the different steps, at most ``_KEPT``; counted in turn from the first step, the last has its own."""
+        assert self.last is not None
+        last, others = self.last[0], [step for step, _, _ in self._durations.values() if step is not self.last[0]]
+        others.insert((len(self.steps) - 1) % (len(others) + 1), last)
+        return tuple(others)
 
     def start(self) -> None:
         """Let all replicas begin to read."""
@@ -286,8 +293,8 @@ class Training:
     def _end(self) -> None:
         """End the running step: its positions are consumed, and the window moves."""
         assert self._running is not None
-        run, unit, running = self.run, len(self.steps), self._running[1]
-        self._running, self._end_s, self.last = None, run.now_s, running.timeline
+        run, unit, (step, running) = self.run, len(self.steps), self._running
+        self._running, self._end_s, self.last = None, run.now_s, (step, running.timeline)
         self.steps.append(SimulatedStep.of(running.begin_s, run.now_s, running.timeline))
         del self._plans[unit]
         run.flow.consume(unit)

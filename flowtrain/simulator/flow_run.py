@@ -212,4 +212,5 @@ class _Simulation:
             lookahead=sum(training.lookaheads) / len(training.lookaheads),
             lost=self._lost,
         )
-        return FlowRun(tuple(training.steps), training.last, figures)
+        timeline, simulator = training.last[1], self._world.backbone.simulator
+        return FlowRun(tuple(training.steps), timeline, simulator, training.different_steps(), figures)

@@ -133,6 +133,39 @@ class Program:
         """Number of ranks."""
         return len(self.first) - 1
 
+    def find(
+        self,
+        rank: IntArray,
+        place: IntArray,
+        microbatch: IntArray,
+        part: IntArray,
+        is_backward: BoolArray | bool = False,
+    ) -> IntArray:
+        """Return the computations of parts of microbatches, or of the whole where the stage runs that; ``[N]``."""
+        columns, numbers = self.computations, [rank, place, microbatch]
+        every = [columns.rank, columns.place, columns.microbatch]
+        # One number for each, with which a sorted list is searched.
+        bases = [
+            1 + int(max(each.max(initial=0), asked.max(initial=0))) for each, asked in zip(every, numbers, strict=True)
+        ]
+        bases += [2 + int(max(columns.part.max(initial=0), part.max(initial=0))), 2]
+
+        def keys(*values: IntArray | BoolArray | bool) -> IntArray:
+            at = np.zeros(len(np.atleast_1d(values[0])), dtype=np.int64)
+            for value, base in zip(values, bases, strict=True):
+                at = at * base + value
+            return at
+
+        own = keys(*every, columns.part + 1, columns.is_backward)
+        sorted_by = np.argsort(own)
+        known = own[sorted_by]
+        asked, whole = keys(*numbers, part + 1, is_backward), keys(*numbers, np.zeros_like(part), is_backward)
+        found = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+        is_part = known[found] == asked
+        found = np.where(is_part, found, np.minimum(np.searchsorted(known, whole), len(known) - 1))
+        assert (known[found] == np.where(is_part, asked, whole)).all(), "computations that the program does not have"
+        return np.asarray(sorted_by[found])
+
 
 def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
     """Return the operations of all replicas, rank ``d * pp + r`` for rank r of replica d.

@@ -11,6 +11,7 @@ from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.simulator.encoders import EncodedStep, shared_end_s
 from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.memory import HeldMemory, held_memory, rank_peaks
 from flowtrain.simulator.program import Op, Program
 from flowtrain.simulator.step import StepSimulator
 
@@ -67,6 +68,9 @@ class SimulatedRun:
     steps: tuple[SimulatedStep, ...]
     last: Timeline
     """Of the last step."""
+    simulator: StepSimulator
+    works: tuple[StepWork, ...]
+    """The different steps; they follow each other again and again."""
 
     @property
     def ends_s(self) -> FloatArray:
@@ -91,6 +95,17 @@ class SimulatedRun:
         """Share of the second half's time in which a mean rank neither computes nor waits for collectives."""
         counted = self._counted
         return 1.0 - sum(step.busy_s for step in counted) / sum(step.seconds for step in counted)
+
+    def memory(self) -> HeldMemory:
+        """Return what ranks hold during the last step."""
+        return self._held(self.works[(len(self.steps) - 1) % len(self.works)])
+
+    def rank_peaks(self) -> tuple[dict[str, int], ...]:
+        """Return what each pipeline rank holds at its fullest moment in any replica and step, by kind of bytes."""
+        return rank_peaks([self._held(work) for work in self.works])
+
+    def _held(self, work: StepWork) -> HeldMemory:
+        return held_memory(self.simulator, work.program, work.works)
 
     @property
     def _counted(self) -> tuple[SimulatedStep, ...]:
@@ -137,7 +152,7 @@ def simulate(
         ends[index] = end
         done.append(SimulatedStep.of(now, end, timeline))
         now = end
-    return SimulatedRun(tuple(done), timeline)
+    return SimulatedRun(tuple(done), timeline, simulator, tuple(steps))
 
 
 def _ready(step: StepWork, free: Sequence[list[float]], opened: float, *, is_barrier: bool) -> FloatArray:

@@ -103,7 +103,7 @@ class StepSimulator:
     ) -> FloatArray:
         """Seconds of the computations of stages that are alike; at: the number of each one's microbatch."""
         if work.encoder is not None and (columns.part != WHOLE).any():
-            works, at = _cut(works, at, columns.part), np.arange(len(at))
+            works, at = cut(works, at, columns.part), np.arange(len(at))
         forward, backward = self.times.passes_s(work, works)
         return np.where(columns.is_backward, backward[at], forward[at])
 
@@ -143,7 +143,7 @@ class StepSimulator:
         of_encoder = np.array([stage.module is StageModule.ENCODER for stage in self.partition.stages])[producer]
         seconds = self.times.token_transfer_s * works.num_tokens[at]
         if of_encoder.any():
-            sent = _cut(works, at[of_encoder], transfers.part[of_encoder])
+            sent = cut(works, at[of_encoder], transfers.part[of_encoder])
             patches = sent.of_images(sent.patches.astype(np.float64))
             seconds[of_encoder] = self.times.patch_transfer_s(self.encoder) * patches
         return seconds
@@ -180,8 +180,8 @@ def _only(columns: Computations, mask: BoolArray) -> Computations:
     return Computations(**{each.name: getattr(columns, each.name)[mask] for each in fields(Computations)})
 
 
-def _cut(works: MicrobatchColumns, at: IntArray, part: IntArray) -> MicrobatchColumns:
-    """The work of microbatches ``at``, each with the images of one part of it alone; both ``[N]``."""
+def cut(works: MicrobatchColumns, at: IntArray, part: IntArray) -> MicrobatchColumns:
+    """Return the work of microbatches ``at``, each with the images of one part of it alone; both ``[N]``."""
     first = np.concatenate([[0], np.cumsum(works.num_images)])
     num_parts: defaultdict[int, int] = defaultdict(int)
     for number, each in zip(at.tolist(), part.tolist(), strict=True):

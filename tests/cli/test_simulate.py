@@ -68,6 +68,20 @@ def test_a_trace_has_every_forward_and_backward_of_a_step(tmp_path: Path) -> Non
     assert all(each["dur"] > 0 for each in events)
 
 
+def test_the_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    (mode,) = record_of(*SMALL, "--mode", "decoupled", "--trace", str(path))["modes"]
+    peaks, kinds = mode["rank_peak_nbytes"], mode["rank_memory"]
+    assert peaks == [sum(each.values()) for each in kinds]
+    # Packed microbatches are at most as full as those that the planner counts with.
+    assert max(peaks) == pytest.approx(mode["peak_nbytes"]["backbone"], rel=0.1)
+    counters = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "C"]
+    assert {each["name"] for each in counters} == {f"memory of rank {rank}" for rank in range(len(peaks))}
+    assert max(each["args"]["GiB"] for each in counters) <= max(peaks) / 2**30
+    text = simulate(*SMALL, "--mode", "decoupled").stdout
+    assert "the fullest is rank 0" in text and "optimizer state" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

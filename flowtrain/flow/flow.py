@@ -187,7 +187,7 @@ class Flow:
         if unit is None and not remake:
             return None
         done = unit.positions if unit is not None else ()
-        consumed = tuple([position for position in done if self.parts.is_consumed(position)])
+        consumed = self.parts.consumed_among(done)
         return FeedOrder(unit, remake, self.parts.holdings.take_released(owner), stop=False, consumed=consumed)
 
     # --- encoders -----------------------------------------------------------------------------------------------

@@ -300,5 +300,5 @@ class Training:
         run.flow.consume(unit)
         self.lookaheads.append(run.flow.microbatches.num_ready_units)
         run.flow.steps.begin(unit + 1)
-        run.may_plan = True
+        run.may_plan = run.may_feed = True
         run.note_released()

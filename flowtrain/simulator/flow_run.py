@@ -184,7 +184,11 @@ class _Simulation:
             if run.may_feed:
                 run.may_feed, goes_on = False, True
                 for feeder in self._feeders:
-                    feeder.go_on()
+                    feeder.ask()
+            if run.has_room:
+                run.has_room = False
+                for feeder in self._feeders:
+                    feeder.put()
             if run.may_lease:
                 run.may_lease, goes_on = False, True
                 for line in self._lines:

@@ -26,7 +26,9 @@ class VirtualFlow:
         self.flow = make_flow(lambda: self.now_s)
         self.alignment = alignment
         self.may_feed = False
-        """Feeders that wait must ask again: the window moved, memory is free, or parts were lost."""
+        """Feeders that wait for work must ask again: the window moved, or parts were lost."""
+        self.has_room = False
+        """Feeders that wait for room must ask again."""
         self.may_lease = False
         """Encoders that wait must ask again: there are new batches, or memory is free."""
         self.may_plan = False
@@ -54,11 +56,11 @@ class VirtualFlow:
 
     def note_released(self) -> None:
         """Note that memory of the pool may be freed."""
-        self.may_feed = self.may_lease = True
+        self.has_room = self.may_lease = True
 
     def note_membership(self) -> None:
         """Note that a process joined or is gone."""
-        self.may_feed = self.may_lease = self.all_may_read = True
+        self.may_feed = self.has_room = self.may_lease = self.all_may_read = True
 
     def aligned(self, extents: Iterable[Extent]) -> int:
         """Return the bytes that extents take in a segment."""

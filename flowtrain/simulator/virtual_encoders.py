@@ -188,7 +188,10 @@ class VirtualEncoder(Producer):
         self._decoded, self._forwarding = None, job
         job.begun_s = run.now_s
         run.at(run.now_s + self._line.forward_s(job.kinds), partial(self._has_forwarded, job, self._life))
-        self.ask()
+        if run.flow.parts.leases.first_in_line(self._line.group.name) is not None:
+            self.ask()
+        else:
+            self._line.wait(self)
 
     def _has_forwarded(self, job: _Job, life: int) -> None:
         if not self._is_alive(life):
@@ -218,4 +221,4 @@ class VirtualEncoder(Producer):
                 run.may_plan = True  # in arrival order a step is planned from what is ready
             elif not microbatch.missing:
                 run.ready_ranks.add(microbatch.dp_rank)
-        run.may_feed = True  # images that only this lease has kept are free
+        run.has_room = True  # images that only this lease has kept are free

@@ -57,16 +57,10 @@ class VirtualFeeder(Producer):
         self._todo.clear()
         self._hand_over(FeedReport())
 
-    def go_on(self) -> None:
-        """Ask again, if it waits for room or for work."""
-        if not self._is_there or self._is_sizing:
+    def ask(self) -> None:
+        """Ask for work, if it waits for that."""
+        if not self._is_there or self._is_sizing or self._todo:
             return
-        if self._todo:
-            self._put()
-        else:
-            self._ask()
-
-    def _ask(self) -> None:
         order = self._run.flow.feed_order(self._index)
         if order is None:
             return
@@ -111,6 +105,11 @@ class VirtualFeeder(Producer):
             self._is_sizing = False
             self._put()
 
+    def put(self) -> None:
+        """Go on, if it waits for room."""
+        if self._is_there and not self._is_sizing and self._todo:
+            self._put()
+
     def _put(self) -> None:
         """Put all parts and report them; or wait for room, since a report has all of them."""
         run, needed = self._run, self._needed_nbytes
@@ -121,20 +120,24 @@ class VirtualFeeder(Producer):
             if needed > self._segment.free_nbytes:
                 return
         self._segment.take(needed)
-        extents = self._segment.extents
-        put = [PartReady(position, part, 0, extents(nbytes)) for position, part, nbytes in self._todo]
-        self._todo.clear()
-        self._hand_over(self._report(put))
+        extents, todo = self._segment.extents, self._todo
+        if self._unit is None:
+            remade = [PartReady(position, part, 0, extents(nbytes)) for position, part, nbytes in todo]
+            report = FeedReport(remade=tuple(remade))
+        else:
+            texts = [PartReady(at, TEXT_PART, 0, extents(nbytes)) for at, part, nbytes in todo if part is TEXT_PART]
+            images = [PartReady(at, part, 0, extents(nbytes)) for at, part, nbytes in todo if part is IMAGES_PART]
+            report = self._report(self._unit, tuple(texts), tuple(images))
+        self._unit = None
+        todo.clear()
+        self._hand_over(report)
 
-    def _report(self, put: Sequence[PartReady]) -> FeedReport:
-        unit, self._unit = self._unit, None
-        if unit is None:
-            return FeedReport(remade=tuple(put))
+    def _report(self, unit: Unit, texts: tuple[PartReady, ...], images: tuple[PartReady, ...]) -> FeedReport:
         return FeedReport(
             unit=unit,
             sized=tuple(self._samples.sized(self._share(unit))),
-            texts=tuple([each for each in put if each.part == TEXT_PART]),
-            images=tuple([each for each in put if each.part == IMAGES_PART]),
+            texts=texts,
+            images=images,
             sampler_state=SamplerState(unit.first_position + unit.num_positions),
         )
 

@@ -206,7 +206,7 @@ def simulate(
     with errors_to_exit_codes():
         from flowtrain.cli.simulate import simulate as show_simulation
 
-        asked = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
+        asked: dict[str, Any] = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
         asked |= {"num_steps": steps, "compare": compare, "encoder_spread": encoder_spread, "losses": lose or ()}
         changes = [*(overrides or ()), *([f"mode={mode}"] if mode is not None else [])]
         show_simulation(config, changes, asked, as_json, trace)

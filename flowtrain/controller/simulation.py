@@ -128,7 +128,9 @@ class SimulationReport:
     @property
     def not_possible(self) -> dict[str, str]:
         """By mode: why there is no simulation of it."""
-        unrated = {each.mode: each.reason for each in self.planning.comparison.ratings if each.rate is None}
+        unrated: dict[str, str] = {
+            each.mode: each.reason for each in self.planning.comparison.ratings if each.rate is None
+        }
         return {**unrated, **self.refused}
 
     def as_record(self) -> dict[str, Any]:

@@ -180,9 +180,8 @@ class _Simulation:
         run = self._run
         goes_on = True
         while goes_on:
-            goes_on = False
             if run.may_feed:
-                run.may_feed, goes_on = False, True
+                run.may_feed = False
                 for feeder in self._feeders:
                     feeder.ask()
             if run.has_room:
@@ -190,10 +189,10 @@ class _Simulation:
                 for feeder in self._feeders:
                     feeder.put()
             if run.may_lease:
-                run.may_lease, goes_on = False, True
+                run.may_lease = False
                 for line in self._lines:
                     line.wake()
-            goes_on |= self._training.settle()
+            goes_on = self._training.settle() or run.may_feed or run.has_room or run.may_lease
 
     def _stuck(self) -> ConfigError:
         who = max(self._training.readers, key=lambda reader: -reader.unit)

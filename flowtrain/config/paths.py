@@ -37,7 +37,7 @@ _MODELS = (
     ("encoders", ANY, "path"),
     ("backbone", "path"),
 )
-_WRITTEN_LATER = (("allocator", "profile"), ("data", "grouping", "sizes"))
+_WRITTEN_LATER: tuple[tuple[str, ...], ...] = (("allocator", "profile"), ("data", "grouping", "sizes"))
 """Files that need not exist yet: ``flowtrain profile`` and ``flowtrain data check`` read the configuration and write
 them."""
 _DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".tar")

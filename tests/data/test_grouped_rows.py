@@ -16,7 +16,9 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.grouping import isf_groups
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.groups import groups
+from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import dist_ratio
+from flowtrain.types.plan import Unit, UnitKind
 
 CAPACITY, NUM_ROWS, REJECTED = 1024, 600, {7, 300}
 TABLE = np.array([0, 100, NUM_ROWS])
@@ -129,3 +131,10 @@ def test_sizes_of_other_data_are_refused(sizes: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.csv").write_text("num_image_tiles,num_tokens\n1,20\n")
     with pytest.raises(ConfigError, match="has no column row; write it by flowtrain data check --sizes"):
         GroupedRows.read(str(tmp_path / "plain.csv"), 1, CAPACITY)
+
+
+def test_steps_are_packed_by_the_quota_of_the_groups(sizes: Path) -> None:
+    config = with_vision_quota(config_of(sizes), [TABLE])
+    assert config.data.grouping is not None
+    rules = StepPlanner.from_config(config, 2, eq3(CAPACITY)).rules(Unit(0, UnitKind.TRAIN, 1, 0, 64))
+    assert rules.vision_quota == config.data.grouping.vision_tokens == 512

@@ -25,6 +25,7 @@ def _next_fit(tokens: IntArray, vision: IntArray, capacity: int, quota: int) -> 
     number = np.empty(len(tokens), dtype=np.int64)
     bin_number, sum_tokens, sum_vision = -1, capacity + 1, 0
     for index in range(len(tokens)):
+        assert 1 <= tokens[index] <= capacity
         if sum_tokens + tokens[index] > capacity or sum_vision + vision[index] > quota:
             bin_number += 1
             sum_tokens, sum_vision = 0, 0

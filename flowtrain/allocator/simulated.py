@@ -54,7 +54,7 @@ def simulated_run(
     ends = packed.slot_ends[:SIMULATED_BATCHES]
     for index, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         works = works_of(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
-        program = simulator.named(schedule, int(last - first), packed.dp)
+        program, works = simulator.folded(schedule, works, packed.dp)
         step = StepWork(program, works, tuple(each[index] for each in encoded))
         if candidate.mode == "colocated":
             step = with_shared_devices(step, simulator, candidate, packed, slowdown)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.errors import ScheduleError
 from flowtrain.scheduler.compiled import compiled
+from flowtrain.simulator.checkpoint import Checkpoint, TimedOps
 from flowtrain.simulator.program import Op, Program
 
 NUM_SAVES = 16
@@ -29,7 +30,8 @@ class Timeline:
     begin_s: when each rank begins, ``[R]``; by default at 0.
     buffered: a send is over for its sender once it is launched, as where the transport copies; otherwise a transfer
         starts when both ends have launched it, as with NCCL.
-    num_saves: states that are saved along the run, from which ``change`` may go on.
+    num_saves: states that are saved along the run, from which ``change`` and ``of_others`` may go on.
+    resume: a state of lists that begin alike, from which this timeline goes on; ``begin_s`` then does not count.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Timeline:
         begin_s: FloatArray | None = None,
         buffered: bool = True,
         num_saves: int = 0,
+        resume: Checkpoint | None = None,
     ) -> None:
         assert len(seconds) == len(program.computations) and len(transfer_s) == len(program.transfers)
         assert len(program.members) or Op.MEET not in program.op, "one replica alone meets nobody"
@@ -65,7 +68,53 @@ class Timeline:
         self._saved_floats = np.empty((num_saves, len(self._floats)))
         self._saved_ints = np.empty((num_saves, len(self._ints)), dtype=np.int64)
         self._num_saved = 0
+        if resume is not None:
+            self._restore(resume)
         self._run()
+
+    def _restore(self, saved: Checkpoint) -> None:
+        """Go on from a state; ranks that waited in it come to their waits again."""
+        ranks, program = self.program.num_ranks, self.program
+        assert ranks == saved.program.num_ranks, (ranks, saved.program.num_ranks)
+        self._floats[:ranks] = saved.clock_s
+        self._floats[ranks : ranks + 3 * len(self._transfer_s)] = saved.transfers_of(program).reshape(-1)
+        self._ints[:ranks] += saved.num_ops
+        saved.put_times(program, self.starts, self.ends)
+
+    def save(self, num_ops: IntArray | None = None) -> Checkpoint:
+        """Return the latest saved state in which no rank has run more than its first ``num_ops``, ``[R]``; None: any.
+
+        Later changes of this timeline do not touch it.
+        """
+        assert len(self._saved_ints), "num_saves is 0: nothing was saved to go on from"
+        ranks, transfers = self.program.num_ranks, len(self._transfer_s)
+        done = self._saved_ints[: self._num_saved, :ranks] - self.program.first[:-1]
+        usable = len(done) if num_ops is None else int((done <= num_ops).all(axis=1).sum())
+        floats = self._saved_floats[usable - 1]
+        return Checkpoint(
+            self.program,
+            done[usable - 1].copy(),
+            floats[:ranks].copy(),
+            floats[ranks : ranks + 3 * transfers].reshape(3, transfers).copy(),
+            self.starts.copy(),
+            self.ends.copy(),
+        )
+
+    def of_others(
+        self, program: Program, seconds: FloatArray, transfer_s: FloatArray, *, ready_s: FloatArray | None = None
+    ) -> Timeline:
+        """Return the timeline of other lists, as of a child in a tree search; what both begin with is not timed again.
+
+        The ranks begin as in this timeline.
+        """
+        ready = np.zeros(len(program.fetches)) if ready_s is None else ready_s
+        other = TimedOps(program, seconds, transfer_s, ready)
+        mine = TimedOps(self.program, self._seconds, self._transfer_s, self._ready_s)
+        saved = self.save(mine.num_shared(other))
+        num_saves = len(self._saved_ints)
+        return Timeline(
+            program, seconds, transfer_s, ready_s=ready, buffered=self._buffered, num_saves=num_saves, resume=saved
+        )
 
     def change(self, computations: IntArray, seconds: FloatArray) -> None:
         """Give computations other times; only what runs after the earliest of them is timed again."""

@@ -125,8 +125,9 @@ def test_large_batches_are_simulated_by_a_part_of_the_replicas() -> None:
 
 def test_one_device_carries_both_sides() -> None:
     # As fast as it is planned: encoder and backbone take turns, and neither has a device of its own.
-    # A plan for one device has one feeder, which could not size so many samples.
-    changes = ["mode=decoupled", "allocator.choose=[]", "data.num_feeders=200"]
+    # By data sheets that is tens of thousands of samples/s, so it takes many feeders.
+    feeding = ["data.num_feeders=256", "training.global_batch_size=512"]
+    changes = ["mode=decoupled", "allocator.choose=[]", *feeding]
     report = flowtrain.simulate(QUICKSTART, changes, devices=1, device="h200")
     (mode,) = report.modes
     assert mode.rate == pytest.approx(mode.rating.rate, rel=0.02)

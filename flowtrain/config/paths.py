@@ -37,8 +37,9 @@ _MODELS = (
     ("encoders", ANY, "path"),
     ("backbone", "path"),
 )
-_WRITTEN_LATER = ("allocator", "profile")
-"""A file that need not exist yet: ``flowtrain profile`` reads the configuration and writes it."""
+_WRITTEN_LATER: tuple[tuple[str, ...], ...] = (("allocator", "profile"), ("data", "grouping", "sizes"))
+"""Files that need not exist yet: ``flowtrain profile`` and ``flowtrain data check`` read the configuration and write
+them."""
 _DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".tar")
 _MAX_PATH_SHOWN = 300
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
@@ -50,7 +51,7 @@ def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePa
     if check and (problem := _unusable(values["runs_dir"])) is not None:
         text = f"runs_dir = {values['runs_dir']!r}: {problem}"
         faults.append(Fault("runs_dir", FaultCode.VALUE, fault_line(document, ("runs_dir",), text)))
-    for holder, path in _holders(values, _WRITTEN_LATER, ()):
+    for holder, path in (found for pattern in _WRITTEN_LATER for found in _holders(values, pattern, ())):
         fault = _resolve(holder, path, config_dir, may_be_hub_id=False)
         if fault and check and _unusable(holder[str(path[-1])]):
             faults.append(Fault(dotted(path), FaultCode.VALUE, fault_line(document, path, fault)))

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
-from flowtrain.config.data import DataConfig
+from flowtrain.config.data import DataConfig, grouping_has_its_order
 from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
 from flowtrain.config.evaluation import best_is_known, eval_sets_have_names
 from flowtrain.config.families import family_reads_its_keys
@@ -72,6 +72,7 @@ class RunConfig(ConfigModel):
             _a_frozen_cost_is_given,
             _encoder_names,
             _source_names,
+            grouping_has_its_order,
             eval_sets_have_names,
             best_is_known,
             _not_yet_parallel,

@@ -13,12 +13,16 @@ from flowtrain.scheduler.packing.isf import ITERATIONS, draw_groups, isf_quotas
 from flowtrain.scheduler.packing.segment_tree import best_fit_numbers
 
 
-def isf_groups(lengths: Lengths, capacity: int, seed: int, iterations: int = ITERATIONS) -> Bins:
+def isf_groups(
+    lengths: Lengths, capacity: int, seed: int, iterations: int = ITERATIONS, *, vision_quota: int | None = None
+) -> Bins:
     """Return groups by iterative sampling and filtering, then best fit for what is left; in random order.
 
-    capacity: the most tokens of a group (Q_t); the quota of vision work follows from the samples (OmniBal 5.2).
+    capacity: the most tokens of a group (Q_t). vision_quota: the most vision work of a full group (Q_v); None: it
+    follows from the samples (OmniBal 5.2).
     """
-    number, count = draw_groups(lengths, *isf_quotas(lengths, capacity), seed, iterations)
+    quotas = isf_quotas(lengths, capacity) if vision_quota is None else (vision_quota, capacity)
+    number, count = draw_groups(lengths, *quotas, seed, iterations)
     left = np.flatnonzero(number < 0)
     number_left, count_left = best_fit_numbers(lengths.tokens[left], np.arange(len(left)), capacity)
     number[left] = count + number_left

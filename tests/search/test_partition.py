@@ -56,12 +56,16 @@ def test_layers_cost_together_what_the_whole_model_costs(trains: bool, is_cut: b
 
 
 def test_first_layers_of_deepstack_are_one_unit() -> None:
-    deep = replace(MODEL, encoders={"vision": replace(VISION, levels=4)})
-    times = times_of(4, trains=False)
-    plain = layer_costs(times, WORK, encoder=None, is_cut=False, trains=False)
-    assert list(plain.sizes) == [1] * DEPTH and plain.counts((30, 2)) == (30, 2)
+    plain = times_of(4, trains=False)
+    deep = replace(MODEL, backbone=replace(MODEL.backbone, deepstack_layers=3))
+    stacked = replace(plain, times=replace(plain.times, model=deep))
     first = deep.backbone.first_layers
-    assert first == 1, "the spec of the backbone tells, not the encoder's"
+    assert first > 1
+    one, other = (layer_costs(times, WORK, encoder=None, is_cut=False, trains=False) for times in (plain, stacked))
+    assert list(one.sizes) == [1] * DEPTH and list(other.sizes) == [first] + [1] * (DEPTH - first)
+    assert other.seconds.sum() == pytest.approx(one.seconds.sum())
+    assert other.parameters.sum() == pytest.approx(one.parameters.sum()) and len(other.sent_s) == len(other.sizes)
+    assert other.counts((1, len(other.sizes) - 1)) == (first, DEPTH - first)
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -134,7 +134,7 @@ class World:
     ) -> float:
         """Seconds of a step of all replicas, which meet at its end. works: of all replicas, one after another."""
         partition, times = self.partition(counts), self.times(self.case.dp)
-        recomputed = None if recomputation is None else recomputed_layers(partition, recomputation)
+        recomputed = None if recomputation is None else recomputation.counts(partition)
         simulator = StepSimulator(partition, times, "vision", buffered=False, recomputed=recomputed)
         program = simulator.named("1f1b", len(works) // self.case.dp, self.case.dp)
         timeline = Timeline(program, *simulator.durations(program, MicrobatchColumns.of(works)), buffered=False)
@@ -189,19 +189,12 @@ def _with_lists(setup: TrainingSetup, chosen: Recomputation) -> TrainingSetup:
     return replace(setup, activation_checkpointing=chosen.backbone, encoder_checkpointing=chosen.encoder)
 
 
-def recomputed_layers(partition: Partition, chosen: Recomputation) -> Mapping[tuple[StageModule, int], int]:
-    """Recomputed layers of each stage."""
-    words = {StageModule.ENCODER: chosen.encoder or (), StageModule.BACKBONE: chosen.backbone or ()}
-    return {
-        (stage.module, stage.index): sum(words[stage.module][layer] == "full" for layer in stage.layers)
-        for stage in partition.stages
-    }
-
-
-def by_rank(partition: Partition, layers: Mapping[tuple[StageModule, int], int]) -> list[int]:
-    """Their sums over each rank's stages."""
+def by_rank(partition: Partition, chosen: Recomputation) -> list[int]:
+    """Recomputed layers of each rank."""
+    layers = chosen.counts(partition)
     return [
-        sum(layers[stage.module, stage.index] for stage in partition.of_rank(rank)) for rank in range(partition.pp_size)
+        sum(layers[stage.module, stage.index] or 0 for stage in partition.of_rank(rank))
+        for rank in range(partition.pp_size)
     ]
 
 

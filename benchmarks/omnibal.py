@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from _omnibal_models import CASES, CHAT_1_5, TOKENS_PER_TILE, Case
-from _omnibal_steps import BASELINE_BATCH, Data, World, by_rank, largest, mean_work, recomputed_layers
+from _omnibal_steps import BASELINE_BATCH, Data, World, by_rank, largest, mean_work
 from _report import Figure, commit, emit, machine
 
 from flowtrain.costs.flops import IntArray
@@ -132,7 +132,7 @@ def table_9(page: Page) -> None:
         found = _parts(case, CHAT_DATA)
         counts, days = found["data+model+memory"]
         adaptive = world.adaptive(counts, largest(works))
-        recomputed = by_rank(world.partition(counts), recomputed_layers(world.partition(counts), adaptive))
+        recomputed = by_rank(world.partition(counts), adaptive)
         ratio, paper = found["baseline"][1] / days, case.baseline_days / case.days
         fits = all(rank.fits for rank in adaptive.ranks)
         rows.append(

@@ -106,8 +106,9 @@ def run_figures() -> list[Figure]:
     (mode,) = report.modes
     flow, degrees = mode.run.flow, [str(module.degrees) for module in mode.rating.modules]
     note = (
-        f"{len(mode.run.steps)} steps, {degrees[-1]} beside {degrees[0]}; starved {mode.run.starved:.1%}, "
-        f"lookahead {flow.lookahead:.1f}, pool {flow.pool_mean_nbytes / flow.pool_nbytes:.0%} in use"
+        f"{len(mode.run.steps)} steps, {report.cpu_seconds:.1f} s of processor time; {degrees[-1]} beside "
+        f"{degrees[0]}; starved {mode.run.starved:.1%}, lookahead {flow.lookahead:.1f}, pool "
+        f"{flow.pool_mean_nbytes / flow.pool_nbytes:.0%} in use"
     )
     return [at_most("run_s", report.seconds, "s", 10.0, note)]
 

@@ -122,6 +122,8 @@ class SimulationReport:
     modes: tuple[SimulatedMode, ...]
     seconds: float
     """Of packing and simulating, without planning."""
+    cpu_seconds: float
+    """Processor time of it, which other processes of the machine do not lengthen by waits."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """By mode: why a plan that fits could not be simulated."""
 
@@ -141,6 +143,7 @@ class SimulationReport:
             "devices": {each.name: each.count for each in self.planning.cluster.device_types},
             "profile": self.planning.profile.source if self.planning.profile is not None else None,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "modes": [mode.as_record() for mode in self.modes],
             "not_possible": self.not_possible,
         }
@@ -163,10 +166,11 @@ def simulate_plan(
     disturbances = disturbances or Disturbances()
     _check_losses(disturbances.losses, planned)
     planning = make_report(planned, asked, profile=profile)
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     found, refused = _simulated(planning, num_steps, disturbances)
     found.sort(key=lambda mode: (mode.rating.mode == "llm_only", -mode.rate))
-    return SimulationReport(planning, tuple(found), time.perf_counter() - started, refused)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    return SimulationReport(planning, tuple(found), seconds, cpu_seconds, refused)
 
 
 def loss_of(text: str) -> Loss:

@@ -93,6 +93,17 @@ class Recomputation:
         """What each pipeline rank recomputes."""
         return "; ".join(f"pp{rank}: {each.text}" for rank, each in enumerate(self.ranks))
 
+    def counts(self, partition: Partition) -> dict[tuple[StageModule, int], int | None]:
+        """Return the recomputed layers of every (module, stage); None: as a word of the configuration tells."""
+        words = {StageModule.ENCODER: self.encoder, StageModule.BACKBONE: self.backbone}
+        found: dict[tuple[StageModule, int], int | None] = {}
+        for stage in partition.stages:
+            each = words[stage.module]
+            found[stage.module, stage.index] = (
+                None if each is None else sum(each[layer] == "full" for layer in stage.layers)
+            )
+        return found
+
 
 def adaptive_recomputation(
     partition: Partition,

@@ -71,7 +71,7 @@ def simulated_step_s(
     *,
     encoder: str = "",
     schedule: ScheduleName = "1f1b",
-    recomputed: Mapping[tuple[StageModule, int], int] | None = None,
+    recomputed: Mapping[tuple[StageModule, int], int | None] | None = None,
 ) -> float:
     """Return the seconds of one replica's step with these microbatches, without the update.
 

@@ -57,6 +57,12 @@ class Reader:
         """When the training takes what is read, as far as that is known."""
         self.waits_for: _Wait | None = None
 
+    def note_plan(self, plan: StepPlan) -> bool:
+        """Note the plan of its unit, for which it waits; returns whether its first microbatch is ready."""
+        self._num_slots = plan.num_slots
+        self.waits_for = "data"
+        return self._training.run.flow.microbatches.is_ready(self.unit, 0, self._dp_rank)
+
     def go_on(self) -> None:
         """Read what is ready and has room."""
         training, rank = self._training, self._dp_rank
@@ -191,8 +197,9 @@ class Training:
         woken: list[Reader] = []
         if run.may_plan:
             run.may_plan = False
-            if self._has_new_plans():
-                woken += [each for each in self.readers if each.waits_for == "plan"]
+            for plan in self._new_plans():
+                waiting = [each for each in self.readers if each.waits_for == "plan" and each.unit == plan.unit.index]
+                woken += [each for each in waiting if each.note_plan(plan)]
         if run.all_may_read or run.ready_ranks:
             woken += self._with_data()
             run.all_may_read = False
@@ -212,9 +219,9 @@ class Training:
         complete = {unit for unit in {each.unit for each in waiting} if microbatches.is_complete(unit)}
         return [each for each in waiting if each.unit in complete]
 
-    def _has_new_plans(self) -> bool:
+    def _new_plans(self) -> list[StepPlan]:
         """Plan the units that readers wait for, as far as that is possible."""
-        found = False
+        found = []
         for unit in sorted(self._wanted):
             if self.run.flow.steps.is_past_end(unit):
                 continue
@@ -225,7 +232,7 @@ class Training:
             self._plans[unit] = plan
             self._ready[unit] = [[NOT_YET] * plan.num_slots for _ in range(plan.dp_size)]
             self._wanted.remove(unit)
-            found = True
+            found.append(plan)
         return found
 
     # --- steps --------------------------------------------------------------------------------------------------

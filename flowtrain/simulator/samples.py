@@ -56,20 +56,17 @@ class DrawnSamples:
     def sized(self, positions: Sequence[int]) -> list[SizedSample]:
         """Return the samples at these positions, as a feeder reports them."""
         kinds = self.kinds
-        found = []
-        for position, index in zip(positions, self.kinds_of(positions), strict=True):
-            kind = kinds[index]
-            found.append(
-                SizedSample(
-                    SampleRef(position, 0, position, 0),
-                    kind.num_tokens,
-                    kind.num_vision_tokens,
-                    kind.num_target_tokens,
-                    kind.parts,
-                    kind.image_nbytes,
-                )
+        return [
+            SizedSample(
+                SampleRef(position, 0, position, 0),
+                (kind := kinds[index]).num_tokens,
+                kind.num_vision_tokens,
+                kind.num_target_tokens,
+                kind.parts,
+                kind.image_nbytes,
             )
-        return found
+            for position, index in zip(positions, self.kinds_of(positions), strict=True)
+        ]
 
     def batch_of(self, first: int, last: int, count: int) -> int | None:
         """Return the batch that ``count`` ascending positions from ``first`` to ``last`` are; None if they are none."""

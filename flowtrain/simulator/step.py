@@ -30,14 +30,14 @@ class StepSimulator:
     times: of its actions; they know degrees and sharding.
     encoder: its name in ``mode: monolithic``, where the partition has its stages; otherwise unused.
     buffered: as in ``Timeline``.
-    recomputed: layers that each stage recomputes; None: as the setup of its times tells.
+    recomputed: layers that each stage recomputes; None, of all or of one: as the setup of its times tells.
     """
 
     partition: Partition
     times: ActionTimes
     encoder: str = ""
     buffered: bool = True
-    recomputed: Mapping[tuple[StageModule, int], int] | None = None
+    recomputed: Mapping[tuple[StageModule, int], int | None] | None = None
 
     def named(self, schedule: ScheduleName, num_microbatches: int, num_replicas: int) -> Program:
         """Return the operations of replicas that all train by a named schedule."""

@@ -81,21 +81,39 @@ def decide_recomputation(config: RunConfig, family: Family, group: BackboneGroup
     config: with the choices of ``decide_reduction`` and ``decide_sharding``, which count it as ``full``. None: nothing
     is adaptive.
     """
-    if not (adaptive := _adaptive_modules(config)):
+    if not _adaptive_modules(config):
         return None
     usable = [each for (each,) in _gathered([_usable_nbytes(config, group)], group)]
     of_stage: dict[int, int] = {}
     for rank, each in enumerate(usable):
         stage = group.degrees.coordinates(rank)[1]
         of_stage[stage] = min(each, of_stage.get(stage, each))
-    model, degrees, on_cpu = family.model_spec, group.degrees, group.device.type == "cpu"
+    stages = [of_stage[stage] for stage in range(group.degrees.pp)]
+    return _recomputation(config, family, group.degrees, stages, group.shard_size, on_cpu=group.device.type == "cpu")
+
+
+def foreseen_recomputation(
+    config: RunConfig, family: Family, degrees: Degrees, memory_nbytes: int, shard_size: int
+) -> Recomputation | None:
+    """As ``decide_recomputation``, for accelerators with so much memory; no ranks are asked."""
+    if not _adaptive_modules(config):
+        return None
+    usable = [_usable(config, memory_nbytes, on_cpu=False)] * degrees.pp
+    return _recomputation(config, family, degrees, usable, shard_size, on_cpu=False)
+
+
+def _recomputation(
+    config: RunConfig, family: Family, degrees: Degrees, usable: Sequence[int], shard_size: int, *, on_cpu: bool
+) -> Recomputation:
+    """usable: of the devices of each pipeline rank, in bytes."""
+    model = family.model_spec
     return adaptive_recomputation(
         configured_partition(config, model, degrees.pp),
         model,
-        _setup(config, degrees, group.shard_size, on_cpu=on_cpu),
+        _setup(config, degrees, shard_size, on_cpu=on_cpu),
         _largest(config, _tower_tokens_per_row(config, family)),
-        [of_stage[stage] for stage in range(degrees.pp)],
-        adaptive=adaptive,
+        usable,
+        adaptive=_adaptive_modules(config),
         num_microbatches=_most_in_flight(degrees),
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from flowtrain.pipeline.actions import MemoryStrategy, StageModule
 from flowtrain.pipeline.configured import configured_memory, configured_partition
-from flowtrain.training.memory_choice import decide_recomputation, with_recomputation
+from flowtrain.training.memory_choice import decide_recomputation, foreseen_recomputation, with_recomputation
 from flowtrain.training.memory_guard import MemoryGuard
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.types.plan import Degrees
@@ -45,10 +45,13 @@ def test_ranks_choose_by_their_memory(usable: int, words: str) -> None:
     chosen = decide_recomputation(config, family, group)  # type: ignore[arg-type]
     group.close()
     assert chosen is not None and chosen.encoder is None
+    foreseen = foreseen_recomputation(config, family, Degrees(), 80 * GIB, 1)  # type: ignore[arg-type]
+    assert foreseen is not None and foreseen.backbone == chosen.backbone
     decided = with_recomputation(config, chosen)
     depth = family.model_spec.backbone.num_layers
     assert decided.backbone.activation_checkpointing == (words,) * depth
     partition = configured_partition(decided, family.model_spec, 1)
+    assert chosen.counts(partition) == {(BACKBONE, 0): depth if words == "full" else 0}
     strategy = MemoryStrategy.RECOMPUTE if words == "full" else MemoryStrategy.KEEP
     assert configured_memory(decided, partition) == {(BACKBONE, 0): strategy}
 

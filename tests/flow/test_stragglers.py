@@ -29,9 +29,7 @@ def watch_of(pace_of: dict[str, float], pieces: int = WINDOW) -> StragglerWatch:
     return watch
 
 
-@given(
-    st.floats(1e-6, 1e6), st.lists(st.floats(0.9, 1.1), min_size=LEAST_WORKERS - 1, max_size=40), st.floats(3, 100)
-)
+@given(st.floats(1e-6, 1e6), st.lists(st.floats(0.9, 1.1), min_size=LEAST_WORKERS - 1, max_size=40), st.floats(3, 100))
 def test_one_slow_worker_among_equals_is_named_once(unit: float, others: list[float], ratio: float) -> None:
     watch = watch_of({f"encoder-{index}": unit * pace for index, pace in enumerate(others)} | {"slow": unit * ratio})
     (found,) = watch.found()

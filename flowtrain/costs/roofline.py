@@ -114,6 +114,11 @@ class Roofline:
         sending = Operator("point_to_point", sent_nbytes=rows / tp)
         return np.maximum(computing, self._rules.seconds(sending, self._device, self._device.links.network))
 
+    def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
+        """As ``ModuleTimes``; no data sheet tells how long decoding takes."""
+        forward = self.images_s(encoder, tp)
+        return np.zeros_like(forward), forward
+
     def sample_s(self, encoder: str, tp: int) -> float:
         """As ``ModuleTimes``."""
         return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])

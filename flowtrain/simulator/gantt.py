@@ -50,8 +50,13 @@ def trace_events(timeline: Timeline, partition: Partition) -> list[dict[str, Any
     program, columns = timeline.program, timeline.program.computations
     pp = program.num_ranks // program.num_replicas
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica} (simulated)"}}
-        for replica in range(program.num_replicas)
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": replica,
+            "args": {"name": f"{_named(replica, int(count))} (simulated)"},
+        }
+        for replica, count in enumerate(program.stands_for)
     ]
     for number in range(len(columns)):
         rank, op = int(columns.rank[number]), int(columns.op[number])
@@ -70,6 +75,10 @@ def trace_events(timeline: Timeline, partition: Partition) -> list[dict[str, Any
             }
         )
     return events
+
+
+def _named(replica: int, count: int) -> str:
+    return f"replica {replica}" if count == 1 else f"replica {replica} and {count - 1} like it"
 
 
 def memory_events(memory: HeldMemory, timeline: Timeline) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain.costs.flops import IntArray
+from flowtrain.costs.flops import FloatArray, IntArray
 
 BoolArray = NDArray[np.bool_]
 
@@ -127,6 +127,12 @@ class Program:
     members: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Ranks of the groups, one group after another."""
     num_replicas: int = 1
+    stands_for: IntArray = field(default_factory=lambda: np.ones(1, dtype=np.int64))
+    """Replicas of the run that are like each replica, ``[num_replicas]``; only different ones are timed."""
+
+    def mean(self, values: FloatArray) -> float:
+        """Return the mean over the run's ranks of values ``[R]``."""
+        return float(np.average(values.reshape(self.num_replicas, -1).mean(axis=1), weights=self.stands_for))
 
     @property
     def num_ranks(self) -> int:
@@ -167,18 +173,19 @@ class Program:
         return np.asarray(sorted_by[found])
 
 
-def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
+def side_by_side(programs: Sequence[Program], set_sizes: Sequence[int], stands_for: IntArray | None = None) -> Program:
     """Return the operations of all replicas, rank ``d * pp + r`` for rank r of replica d.
 
-    shard_size: replicas that share one set of shards.
+    set_sizes: how many replicas share each set of shards, one set after another. stands_for: as in ``Program``; None:
+    each replica for itself.
     """
     pp, dp = programs[0].num_ranks, len(programs)
-    assert all(each.num_ranks == pp for each in programs) and dp % shard_size == 0, (dp, shard_size)
-    sets, replica = dp // shard_size, np.arange(dp)
-    ranks = replica[None, :] * pp + np.arange(pp)[:, None]
+    assert all(each.num_ranks == pp for each in programs) and sum(set_sizes) == dp, (dp, set_sizes)
+    sets, of_replica = len(set_sizes), np.repeat(np.arange(len(set_sizes)), set_sizes)
+    ranks = np.arange(dp)[None, :] * pp + np.arange(pp)[:, None]
     # The replicas of a set of shards, set by set of each pipeline rank; then all replicas of each.
     members = np.concatenate([ranks.reshape(-1), ranks.reshape(-1)])
-    sizes = [shard_size] * (pp * sets) + [dp] * pp
+    sizes = [*set_sizes] * pp + [dp] * pp
     of_op, of_computation, of_transfer, of_fetch = (
         _Numbering.of([count(each) for each in programs])
         for count in (
@@ -191,7 +198,7 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
     op = np.concatenate([each.op for each in programs])
     rank_of_op = np.concatenate([np.repeat(np.arange(pp), np.diff(each.first)) for each in programs])
     index = np.concatenate([each.index for each in programs])
-    group = np.where(index == Group.SHARDS, rank_of_op * sets + of_op.replica // shard_size, pp * sets + rank_of_op)
+    group = np.where(index == Group.SHARDS, rank_of_op * sets + of_replica[of_op.replica], pp * sets + rank_of_op)
     of_kinds = {Op.COMPUTE: of_computation, Op.FETCH: of_fetch}
     kinds = [*(op == kind for kind in of_kinds), op == Op.MEET]
     numbers = [*(index + each.before[of_op.replica] for each in of_kinds.values()), group]
@@ -218,6 +225,7 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
         group_first=np.cumsum([0, *sizes]),
         members=members,
         num_replicas=dp,
+        stands_for=np.ones(dp, dtype=np.int64) if stands_for is None else stands_for,
     )
 
 

@@ -52,8 +52,9 @@ class SimulatedStep:
         waited = np.zeros(program.num_ranks)
         spans = timeline.ends[is_fetch] - timeline.starts[is_fetch]
         np.add.at(waited, program.fetches.rank[program.index[is_fetch]], spans)
-        starved = float(waited.reshape(program.num_replicas, -1).max(axis=1).mean())
-        return cls(begin_s, end_s, starved, float(timeline.busy_s.mean()))
+        slowest = waited.reshape(program.num_replicas, -1).max(axis=1)
+        starved = float(np.average(slowest, weights=program.stands_for))
+        return cls(begin_s, end_s, starved, program.mean(timeline.busy_s))
 
     @property
     def seconds(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ray.actor import ActorHandle
@@ -28,6 +29,7 @@ from flowtrain.flow.units import first_unit
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.stream import EventStream
 from flowtrain.types.events import Event
+from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction, RankStart
 
 
@@ -94,8 +96,11 @@ class GroupRun:
 
     def _start_coordinator(self, classes: ActorClasses) -> ActorHandle:
         remake_flow = partial(start_flow, self._config, self._run_spec.model_spec)
-        make_flow = partial(remake_flow, self._history.flow_settings())
+        make_flow = partial(remake_flow, self._flow_settings())
         return worker_group.start_coordinator(self._config, classes, make_flow, remake_flow)
+
+    def _flow_settings(self) -> FlowSettings:
+        return replace(self._history.flow_settings(), last_traced_step=self._traces.last_step)
 
     def _run_state(self, may_be_lost: bool, has_run: bool) -> RunState:
         limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
@@ -162,9 +167,10 @@ class GroupRun:
         return worker_group.start_backbone(self._actors, settings, path, evaluations, results)
 
     def _run_backbone(self) -> None:
-        unit, step = first_unit(self._history.flow_settings()), self._history.start.step
+        unit, step = first_unit(self._flow_settings()), self._history.start.step
+        checkpoints = str(self._run.files.checkpoints)
         for name in self._actors.of_role(Role.BACKBONE):
-            self._actors.run(name, unit, step, str(self._run.files.checkpoints))
+            self._actors.run(name, unit, step, checkpoints, self._history.nonce, self._traces.last_step)
         self._hangs.begin()
 
     # --- watching -----------------------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class GroupRun:
         worker_group.wait_until_ended(self._config, ranks, limit_s)
         self._watcher.take_pending_events()
         self._history.go_back()
-        self._actors.link.ask(CoordinatorApi.rewind, self._history.flow_settings(), ranks)
+        self._actors.link.ask(CoordinatorApi.rewind, self._flow_settings(), ranks)
         self._actors.spawn_backbone()
         self._state.on_backbone_started()
         self._start_backbone()

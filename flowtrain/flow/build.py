@@ -60,7 +60,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earl
         dp_size=settings.dp_size,
         num_feeders=settings.num_feeders,
         refitter=CostRefitter(planner if is_refitted(config) else None),
-        last_traced_step=settings.start_step + config.observability.trace.steps,
+        last_traced_step=settings.last_traced_step,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
         whole_units=config.mode == "disaggregated" or config.exchanges_units,

@@ -170,7 +170,9 @@ class BackboneRank:
         """Run units until the coordinator sends stop; write checkpoints into temporaries under ``checkpoint_dir``.
 
         first_step: steps already done. nonce: part of the temporaries' names. last_traced_step: spans are recorded
-        until it is done. Raises ConfigError if this node does not see the driver's ``checkpoint_dir``. Also raises the errors of the prefetch thread and of the training step.
+        until it is done.
+        Raises ConfigError if this node does not see the driver's ``checkpoint_dir``. Also raises the errors of the
+        prefetch thread and of the training step.
         """
         self._nonce = nonce
         if not probe_directory(Path(checkpoint_dir), nonce).is_dir():

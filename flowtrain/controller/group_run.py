@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,8 +16,10 @@ from flowtrain.controller.hang_watch import Hang, HangWatch
 from flowtrain.controller.history import History
 from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import memory_shortage
+from flowtrain.controller.producer_watch import ProducerWatch
 from flowtrain.controller.resume import other_reduction
 from flowtrain.controller.run_traces import RunTraces
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import BackboneLost, GroupLost, Watcher
@@ -43,7 +44,7 @@ class GroupRun:
         traces: RunTraces,
         stream: EventStream,
         display: ProgressDisplay,
-        stop: threading.Event,
+        stop: StopRequest,
     ) -> None:
         self._run = run
         self._run_spec = run.run_spec
@@ -76,7 +77,7 @@ class GroupRun:
         )
         try:
             self._state = self._run_state(may_be_lost, has_run=again is not None)
-            self._hangs = self._hang_watch()
+            self._hangs, self._producer_hangs = self._hang_watches()
             self._watcher = self._new_watcher()
             self._start_loops(is_first=again is None)
             self._state.on_backbone_started()
@@ -120,11 +121,13 @@ class GroupRun:
             self._history.counts,
         )
 
-    def _hang_watch(self) -> HangWatch:
+    def _hang_watches(self) -> tuple[HangWatch, ProducerWatch]:
         def found(hang: Hang) -> None:
             self._watcher.note_hang(hang.name, hang.what)
 
-        return HangWatch(self._actors, self._config.limits.collective_timeout_s, self._run.files.stacks, found)
+        limits = self._config.limits
+        ranks = HangWatch(self._actors, limits.collective_timeout_s, self._run.files.stacks, found)
+        return ranks, ProducerWatch(self._actors, limits.collective_timeout_s, limits.start_limit_s, found)
 
     def _new_watcher(self) -> Watcher:
         def restarted(restart: Restart) -> None:
@@ -194,6 +197,7 @@ class GroupRun:
         desk.poll()
         if self._config.emulation is None:  # an emulated device waits as long as its cost says
             self._hangs.poll()
+            self._producer_hangs.poll()
 
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from the last checkpoint, and have the steps after it done again."""

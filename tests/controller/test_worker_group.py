@@ -175,7 +175,7 @@ def test_an_encoder_that_dies_while_the_ranks_are_down_waits_for_their_devices(a
         mode="colocated",
         model={"device": "auto"},
         encoders={"vision": {"path": "unused", "tensor_parallel_size": 2}},
-        backbone={"path": "unused", "data_parallel_size": 2},
+        backbone={"path": "unused", "tensor_parallel_size": 2},
     )
     specs = actor_specs_of(fixed_plan(config))
     workers = start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]

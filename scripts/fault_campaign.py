@@ -4,10 +4,11 @@ python scripts/fault_campaign.py DIRECTORY [--faults N] [--seed N] [--roles ROLE
 
 Each run trains the same tiny model on the same data, with bad samples, evaluations and checkpoints, while some of its
 processes are killed (SIGKILL) or stopped (SIGSTOP): encoders, feeders, backbone ranks, the coordinator, the raylet, the
-driver; at their start, in steps, evaluations, checkpoints and recoveries (``fault_draws.py``). A run that ends is resumed by one command until it is done. Then its losses must
-equal those of the undisturbed run to the bit, the ledger must have every position once, and no process, shared memory
-or temporary file may be left. Faults are drawn from the seed and the number of the run alone, so a campaign that was
-stopped goes on where it was: DIRECTORY/faults.jsonl has what was done.
+driver; at their start, in steps, evaluations, checkpoints and recoveries (``fault_draws.py``). A run that ends is
+resumed by one command until it is done. Then its losses must equal those of the undisturbed run to the bit, the ledger
+must have every position once, and no process, shared memory or temporary file may be left. Faults are drawn from the
+seed and the number of the run alone, so a campaign that was stopped goes on where it was: DIRECTORY/faults.jsonl has
+what was done.
 
 Prints how long it took, by role and kind of fault, until the run noticed and until it trained again. Exits with 1 if an
 audit fails.
@@ -35,9 +36,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fault_draws import ROLES, Planned, planned_faults
+
 from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir, run_dir
-from fault_draws import ROLES, Planned, planned_faults
 from tests.e2e.disturbed import (
     EVERY_EVAL,
     NUM_STEPS,

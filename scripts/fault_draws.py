@@ -28,9 +28,7 @@ class Planned:
     delay_s: float
 
 
-def planned_faults(
-    seed: int, run: int, roles: Sequence[str], num_steps: int, every_evaluation: int
-) -> list[Planned]:
+def planned_faults(seed: int, run: int, roles: Sequence[str], num_steps: int, every_evaluation: int) -> list[Planned]:
     """The faults of a run, in their order.
 
     Role and kind come from a shuffled deck that has each pair once, so that none is missing in a short campaign.

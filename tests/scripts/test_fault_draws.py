@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from fault_draws import KINDS, MAX_FAULTS, PHASES, ROLES, planned_faults
 from hypothesis import given
 from hypothesis import strategies as st
-
-from fault_draws import KINDS, MAX_FAULTS, PHASES, ROLES, planned_faults
 
 NUM_STEPS, EVERY = 24, 3
 
@@ -17,7 +16,8 @@ def test_every_role_and_kind_comes_before_any_comes_again(seed: int) -> None:
     assert len(faults) >= 2 * len(pairs)
     for first in (0, len(pairs)):
         # The faults of one run are sorted by their steps, so that a deck may end inside a run.
-        drawn = {(fault.role, fault.kind) for fault in faults[max(0, first - MAX_FAULTS) : first + len(pairs) + MAX_FAULTS]}
+        near = faults[max(0, first - MAX_FAULTS) : first + len(pairs) + MAX_FAULTS]
+        drawn = {(fault.role, fault.kind) for fault in near}
         assert drawn == pairs
 
 

@@ -135,10 +135,10 @@ class Controller:
 
     def _preempted(self) -> StallError:
         last = checkpoint_store.latest_complete(self._run.files.checkpoints)
-        stands = f"{last.name} is the last one" if last is not None else "it has none, so it starts from the beginning"
+        start = f"its last complete checkpoint, {last.name}" if last is not None else "the beginning: it has no checkpoint"
         return StallError(
             f"the run had not ended within limits.preemption_grace_s ({self._config.limits.preemption_grace_s:g} s) of "
-            f"SIGTERM, and its last checkpoint was not complete; --resume goes on from the one before: {stands}"
+            f"SIGTERM, so it ends now; --resume goes on from {start}"
         )
 
     def _fetch_weights(self) -> None:

@@ -215,7 +215,7 @@ class CampaignRun:
             last.how = "started again"
             last.noticed_s = since_s - down_s if down_s is not None else since_s
             last.recovered_s, last.steps_again = since_s, told.get("steps_again", 0)
-        elif since_s > NOTICE_S or running.num_steps >= NUM_STEPS:
+        elif since_s > NOTICE_S:
             last.how = "went on without it"
 
     def _restarts(self) -> list[dict[str, Any]]:

@@ -135,7 +135,9 @@ class Controller:
 
     def _preempted(self) -> StallError:
         last = checkpoint_store.latest_complete(self._run.files.checkpoints)
-        start = f"its last complete checkpoint, {last.name}" if last is not None else "the beginning: it has no checkpoint"
+        start = (
+            f"its last complete checkpoint, {last.name}" if last is not None else "the beginning: it has no checkpoint"
+        )
         return StallError(
             f"the run had not ended within limits.preemption_grace_s ({self._config.limits.preemption_grace_s:g} s) of "
             f"SIGTERM, so it ends now; --resume goes on from {start}"

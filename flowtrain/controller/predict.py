@@ -19,6 +19,7 @@ from flowtrain.scheduler.packing.base import Lengths
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.search.configured import configured_search
 from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SizedSample
 
@@ -118,7 +119,8 @@ def run_cost(config: RunConfig) -> CostModel:
 
 
 def _planner(run_spec: RunSpec) -> StepPlanner:
-    return StepPlanner.from_config(run_spec.config, run_spec.plan.backbone.data_parallel_size, run_spec.cost)
+    config, dp_size = run_spec.config, run_spec.plan.backbone.data_parallel_size
+    return StepPlanner.from_config(config, dp_size, run_spec.cost, configured_search(config, run_spec.model_spec))
 
 
 def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:

@@ -33,6 +33,7 @@ from flowtrain.pipeline.configured import configured_memory, configured_partitio
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.search.configured import configured_search
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
@@ -114,6 +115,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
+    configured_search(config, spec)  # refuses a policy that needs times of unknown devices
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     need = feeder_need(config, indexes, num_eval, plan.feeder.data_parallel_size)
     if need.warning is not None:

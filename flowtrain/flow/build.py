@@ -22,6 +22,7 @@ from flowtrain.flow.steps import FlopsOf, Steps
 from flowtrain.flow.units import leftover_units, units_left
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.scheduler.layout import Arrange
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.run_cost import is_refitted
 from flowtrain.scheduler.sample_sizes import SampleSizes
@@ -31,13 +32,20 @@ from flowtrain.types.plan import Unit
 from flowtrain.types.samples import SamplerState
 
 
-def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earlier: Flow | None = None) -> Flow:
+def build_flow(
+    config: RunConfig,
+    model: ModelSpec,
+    settings: FlowSettings,
+    earlier: Flow | None = None,
+    arrange: Arrange | None = None,
+) -> Flow:
     """Return the flow of a run. Compiles what planning needs first, so that no step waits for it.
 
     earlier: the flow whose processes it takes over, to make positions again from ``settings`` on.
+    arrange: searches the arrangement of steps (``search.configured``).
     """
     pool = config.pool
-    planner = StepPlanner.from_config(config, settings.dp_size, settings.cost)
+    planner = StepPlanner.from_config(config, settings.dp_size, settings.cost, arrange)
     planner.warm_up()
     parts = Parts(
         AddressSpace(num_processes=pool.max_processes, segment_nbytes=pool.max_segment_nbytes),

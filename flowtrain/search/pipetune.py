@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
 from flowtrain.config.pipeline import PipeTuneConfig
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.training_setup import MicrobatchSize
 from flowtrain.pipeline.actions import Schedule, parse_schedule, schedule_text
 from flowtrain.pipeline.schedules.build import ScheduleName
 from flowtrain.scheduler.buckets import ALIKE
@@ -128,16 +129,18 @@ class PipeTune:
         yield self._draft(sizes, default.bins, default.slots)
         lengths, pp = Lengths(sizes.tokens, sizes.vision_tokens), self.simulator.partition.pp_size
         counts = slot_counts(len(sizes), int(sizes.tokens.sum()), rules.capacity, rules.dp_size, pp)
-        even, fits = replace(rules, cost=self.packing_cost), False
+        even, fitting = replace(rules, cost=self.packing_cost), None
         for count in counts if self.parts.size else counts[:1]:
             layout = deal(
                 balanced_into(lengths, even, count * rules.dp_size), lengths, even, self.dispatch, self.num_buckets
             )
             slots = in_order_of_need(layout, self.num_buckets)
             works = works_of(sizes, layout.bins, slots, self.simulator.encoder)
-            # Fewer tokens each take less memory, once the pipeline is full.
-            fits = (fits and len(slots) > pp) or self.room.fits(works, len(slots))
-            if fits or not self.parts.size:
+            size = self.room.largest(works)
+            # Once the pipeline is full, what is smaller in each respect takes less memory.
+            is_smaller = fitting is not None and len(slots) > pp and _is_within(size, fitting)
+            if is_smaller or self.room.fits(works, len(slots)):
+                fitting = size
                 yield self._draft(sizes, layout.bins, slots, works)
 
     def _draft(self, sizes: SampleSizes, bins: Bins, slots: IntArray, works: MicrobatchColumns | None = None) -> Draft:
@@ -164,3 +167,7 @@ class PipeTune:
         order = draft.order.copy()
         seconds = improve(order, neighbour_places(len(order), _TRIES), *draft.facts)
         return replace(draft, order=order, seconds=seconds)
+
+
+def _is_within(size: MicrobatchSize, other: MicrobatchSize) -> bool:
+    return all(one <= two for one, two in zip(astuple(size), astuple(other), strict=True))

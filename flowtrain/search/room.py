@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from flowtrain.costs.encoder_memory import EncoderShare
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.memory import predict_step_memory
@@ -30,12 +32,12 @@ class StepRoom:
 
     def fits(self, works: MicrobatchColumns, num_slots: int) -> bool:
         """Whether every rank holds a step whose microbatches are all as large as the largest in each respect."""
-        size = self._size(works)
+        size = self.largest(works)
         return all(self._left_nbytes(rank, size, num_slots) >= 0 for rank in range(self.partition.pp_size))
 
     def first_left_nbytes(self, works: MicrobatchColumns, num_slots: int) -> int:
         """Return the bytes that such a step leaves on the first rank; negative if it does not fit."""
-        return self._left_nbytes(0, self._size(works), num_slots)
+        return self._left_nbytes(0, self.largest(works), num_slots)
 
     def held_nbytes(self, works: MicrobatchColumns, dp_size: int) -> FloatArray:
         """Return the bytes of each slot on the fullest replica, ``[K]``, from its encoding ahead to its forward.
@@ -44,16 +46,19 @@ class StepRoom:
         """
         spec = self.model.encoders[self.encoder]
         features = spec.hidden_size * spec.levels * spec.patches_per_row * works.vision_tokens
-        pixels = spec.num_channels * spec.patch_size**2 * works.of_images(works.patches.astype(float))
+        pixels = spec.num_channels * spec.patch_size**2 * works.of_images(works.patches.astype(np.float64))
         return (self.setup.dtype_nbytes * (features + pixels)).reshape(dp_size, -1).max(axis=0)
 
-    def _size(self, works: MicrobatchColumns) -> MicrobatchSize:
+    def largest(self, works: MicrobatchColumns) -> MicrobatchSize:
+        """Return a size that no microbatch exceeds in any respect."""
         tower = 0
         if self.encoder:
             prefix = self.model.encoders[self.encoder].num_prefix_tokens
-            tower = int(works.of_images(works.patches + float(prefix)).max())
-        most = (int(each.max()) for each in (works.num_tokens, works.target_tokens, works.vision_tokens))
-        return MicrobatchSize(*most, tower)
+            tower = int(works.of_images(works.patches.astype(np.float64) + prefix).max())
+        tokens, targets, rows = (
+            int(each.max()) for each in (works.num_tokens, works.target_tokens, works.vision_tokens)
+        )
+        return MicrobatchSize(tokens, targets, rows, tower)
 
     def _left_nbytes(self, rank: int, size: MicrobatchSize, num_slots: int) -> int:
         model, held = self.model, _chunks(self.partition, rank, num_slots)

@@ -25,7 +25,7 @@ from flowtrain.types.plan import Degrees
 from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 
 CAPACITY, PATCHES = 4096, 576
-BACKBONE = TransformerSpec(8, 2560, 6912, 32, 32, 80, 32000)
+BACKBONE = TransformerSpec(24, 2560, 6912, 32, 32, 80, 32000)
 VISION = VisionSpec(27, 1152, 4304, 16, 14, 3, 0, 10**6)
 MODEL = ModelSpec({"vision": VISION}, ConnectorSpec(1152, 2560, 2560), BACKBONE)
 NUM_BUCKETS = 4
@@ -46,7 +46,7 @@ def make_search(
     device = replace(data_sheet_device_type("a100", degrees.world_size), memory_nbytes=memory_nbytes)
     if instant_links:
         device = replace(device, links=Links(1e30, 1e30, "none"))
-    encoder = EncoderSplit(VISION.num_layers, "first", 0.1) if has_encoder else None
+    encoder = EncoderSplit(VISION.num_layers, "first", 0.02) if has_encoder else None
     partition = build_partition(BACKBONE.num_layers, pp, chunks, encoder=encoder)
     name, schedule = "vision" if has_encoder else "", "1f1b"
     named: ScheduleName = "interleaved_1f1b" if chunks > 1 else schedule

@@ -171,7 +171,7 @@ def test_pipelines_that_cannot_encode_ahead_are_still_arranged(chunks: int, has_
 
 
 def test_images_are_encoded_while_the_first_rank_waits() -> None:
-    sizes = sizes_of(make_samples([(2000, 1)] * 12))
+    sizes = sizes_of(make_samples([(256, 4)] * 12))
     search = make_search(4)
     rules, default = default_of(search, sizes, "balanced", 2600)
     found = search(sizes, rules, default)

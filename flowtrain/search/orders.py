@@ -11,8 +11,10 @@ from flowtrain.scheduler.buckets import ALIKE
 
 MOST_CLUSTERS = 5
 """PipeTune keeps the number of clusters below six (its 5.2)."""
-_RATIO, _MOST_TIMES = 1.15, 4
-"""Numbers of slots grow by this ratio, up to so many times the fewest, or the pipeline's ranks."""
+_RATIO = 1.25
+"""Numbers of slots grow by this ratio."""
+_TIMES_FEWEST, _TIMES_RANKS = 2, 4
+"""They grow up to so many times the fewest, or the pipeline's ranks: more would fill the pipeline hardly better."""
 
 
 def slot_counts(num_samples: int, num_tokens: int, capacity: int, dp_size: int, pp_size: int) -> list[int]:
@@ -21,7 +23,7 @@ def slot_counts(num_samples: int, num_tokens: int, capacity: int, dp_size: int, 
     capacity: most tokens of a microbatch.
     """
     fewest = max(1, -(-num_tokens // (capacity * dp_size)))
-    most = max(fewest, min(num_samples // dp_size, _MOST_TIMES * max(fewest, pp_size)))
+    most = max(fewest, min(num_samples // dp_size, max(_TIMES_FEWEST * fewest, _TIMES_RANKS * pp_size)))
     counts, number = [], fewest
     while number <= most:
         counts.append(number)

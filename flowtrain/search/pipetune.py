@@ -60,15 +60,18 @@ class Draft:
         """The slots in this order."""
         return np.ascontiguousarray(self.slots[self.order])
 
-    def early(self) -> IntArray:
-        """Return where images are best encoded, as of ``step_s``; delaying a gradient of the first rank may pay."""
+    def early(self) -> tuple[IntArray, float]:
+        """Return where images are best encoded, as of ``step_s``, and the seconds with that.
+
+        It may pay to delay a gradient on the first rank, since no other rank waits for it.
+        """
         best_s, best = np.inf, self.order
         for stretch in _STRETCHES:
             early = np.empty(len(self.order), dtype=np.int64)
             seconds = step_s(self.order, *self.facts, stretch, early)
             if seconds < best_s:
                 best_s, best = seconds, early
-        return best
+        return best, best_s
 
 
 @dataclass(frozen=True)
@@ -90,19 +93,19 @@ class PipeTune:
     def __call__(self, sizes: SampleSizes, rules: PackingRules, default: Arrangement) -> Arrangement:
         """Return the best arrangement found; see ``Arrange``."""
         drafts = sorted(self.drafts(sizes, rules, default), key=lambda draft: draft.seconds)[:_IMPROVED]
+        drafts = sorted(map(self.improved, drafts), key=lambda draft: draft.seconds)
         best, best_s = default, self.seconds(sizes, default)
-        for draft in map(self.improved, drafts):
+        for draft in drafts:
             found = Arrangement(draft.bins, draft.ordered)
             if (found_s := self.seconds(sizes, found)) < best_s:
                 best, best_s = found, found_s
-            early = draft.early()
-            if (early == IN_TIME).all():
-                continue
-            lists = early_schedule(self.simulator.partition, draft.order, early.tolist(), draft.times)
-            # Lists of its own cost each rank some milliseconds, and the transport of the plan.
-            if (found_s := self.listed_s(sizes, found, lists)) < best_s * (1.0 - ALIKE):
-                text = schedule_text(lists)
-                best, best_s = replace(found, schedules=(text,) * rules.dp_size), found_s
+        early, ahead_s = drafts[0].early()
+        if (early != IN_TIME).any() and ahead_s < best_s * (1.0 - ALIKE):
+            # Lists of its own cost each rank some milliseconds, so they must be worth it.
+            lists = early_schedule(self.simulator.partition, drafts[0].order, early.tolist(), drafts[0].times)
+            found = Arrangement(drafts[0].bins, drafts[0].ordered)
+            if self.listed_s(sizes, found, lists) < best_s * (1.0 - ALIKE):
+                best = replace(found, schedules=(schedule_text(lists),) * rules.dp_size)
         return best
 
     def seconds(self, sizes: SampleSizes, arrangement: Arrangement) -> float:

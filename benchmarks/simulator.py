@@ -3,9 +3,10 @@
 python benchmarks/simulator.py [--json]
 
 A schedule of 64 microbatches over 16 stages with durations drawn from a seed is timed as a whole, then again and again
-after the duration of one action, drawn uniformly, has changed. A decoupled run of 1,000 steps with 256 samples each is
-simulated for the plan of VLM-6B on 256 H200, which is planned first; planning does not count. Exits with 1 if a time
-after a change differs from that of a new run.
+after the duration of one action, drawn uniformly, has changed. For a tree search, lists of twelve replicas go on from
+what they share with others that have one microbatch less. A decoupled run of 1,000 steps with 256 samples each is
+simulated for the plan of VLM-6B on 256 H200, through the class that a run's coordinator wraps; planning does not count.
+Exits with 1 if times after a change, or from a saved state, differ from those of a new run.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.simulator.engine import NUM_SAVES, Timeline
 from flowtrain.simulator.lists import program_of
-from flowtrain.simulator.program import Program
+from flowtrain.simulator.program import Meets, Program, side_by_side
 
-STAGES, MICROBATCHES, CHANGES = 16, 64, 3000
+STAGES, MICROBATCHES, CHANGES, REPLICAS = 16, 64, 3000, 12
 MODEL, DEVICES, STEPS = ROOT / "configs" / "models" / "vlm_6b.yaml", 256, 1000
 CHANGES_OF_RUN = ["mode=decoupled", "training.global_batch_size=256"]
 
@@ -74,11 +75,41 @@ def engine_figures(random: Random) -> list[Figure]:
     ]
 
 
+def branch_figures() -> list[Figure]:
+    """Seconds of lists that part from others late, against a new run."""
+    partition = build_partition(2 * STAGES, STAGES)
+    parent, child = (
+        side_by_side([program_of(one_f_one_b(partition, count), partition, Meets("each"))] * REPLICAS, [REPLICAS])
+        for count in (MICROBATCHES, MICROBATCHES + 1)
+    )
+    of_parent, of_child = (
+        (np.where(each.computations.is_backward, 2.0, 1.0), np.full(len(each.transfers), 0.05))
+        for each in (parent, child)
+    )
+    timeline, branches, runs = Timeline(parent, *of_parent, num_saves=NUM_SAVES), [], []
+    for _ in range(20):
+        started = time.perf_counter()
+        branch = timeline.of_others(child, *of_child)
+        branches.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        anew = Timeline(child, *of_child, num_saves=NUM_SAVES)
+        runs.append(time.perf_counter() - started)
+    if not np.array_equal(branch.ends, anew.ends):
+        sys.exit("times from a saved state differ from those of a new run")
+    note = f"{len(child.op)} operations, of which {timeline.save().num_ops.sum()} are shared at most; a new run: "
+    return [Figure("branch_s", median(branches), "s", note=f"{note}{median(runs) * 1e3:.2f} ms")]
+
+
 def run_figures() -> list[Figure]:
     """Seconds of a long run on many devices."""
     report = flowtrain.simulate(MODEL, CHANGES_OF_RUN, devices=DEVICES, num_steps=STEPS)
     (mode,) = report.modes
-    note = f"{len(mode.run.steps)} steps, {mode.rating.modules[-1].degrees} beside {mode.rating.modules[0].degrees}"
+    flow, degrees = mode.run.flow, [str(module.degrees) for module in mode.rating.modules]
+    note = (
+        f"{len(mode.run.steps)} steps, {report.cpu_seconds:.1f} s of processor time; {degrees[-1]} beside "
+        f"{degrees[0]}; starved {mode.run.starved:.1%}, lookahead {flow.lookahead:.1f}, pool "
+        f"{flow.pool_mean_nbytes / flow.pool_nbytes:.0%} in use"
+    )
     return [at_most("run_s", report.seconds, "s", 10.0, note)]
 
 
@@ -87,7 +118,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    emit("simulator", [*engine_figures(Random(0)), *run_figures()], args.json)
+    emit("simulator", [*engine_figures(Random(0)), *branch_figures(), *run_figures()], args.json)
 
 
 if __name__ == "__main__":

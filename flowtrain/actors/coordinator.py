@@ -55,7 +55,7 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earl
 
     earlier: as of ``build_flow``.
     """
-    flow = build_flow(config, model, settings, earlier, configured_search(config, model))
+    flow = build_flow(config, model, settings, earlier, arrange=configured_search(config, model))
     if earlier is None:  # otherwise that would be kept for good
         keep_imports()
         expect_many_objects()

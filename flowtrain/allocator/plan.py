@@ -110,7 +110,9 @@ def configured_settings(config: RunConfig) -> BackboneSettings:
     backbone, words = config.backbone, config.backbone.activation_checkpointing
     return BackboneSettings(
         microbatch_tokens=config.scheduler.microbatch_tokens,
-        activation_checkpointing=words if isinstance(words, str) and words != "every_n" else None,
+        activation_checkpointing=None
+        if not isinstance(words, str) or words == "every_n" or words == "adaptive"
+        else words,
         chunks=config.pipeline.chunks,
         sharding=None if backbone.sharding == "auto" else backbone.sharding,
     )

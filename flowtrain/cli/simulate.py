@@ -15,7 +15,7 @@ from rich.table import Table
 from flowtrain import api
 from flowtrain.cli.mode_tables import plan_text
 from flowtrain.cli.output_path import check_output_path
-from flowtrain.cli.tables import facts_table
+from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.simulation import MOST_ROWS, SimulatedMode, SimulationReport
 from flowtrain.errors import ConfigError
 from flowtrain.simulator.gantt import BACKWARD, FORWARD, STARVED
@@ -27,23 +27,21 @@ def simulate(
     config: Path,
     overrides: Sequence[str],
     asked: dict[str, Any],
-    num_steps: int,
-    compare: bool,
     as_json: bool,
     trace: Path | None,
 ) -> None:
-    """Simulate as ``api.simulate`` does, show it, and write a trace; raises ConfigError."""
+    """Simulate as ``api.simulate`` does with what was asked, show it, and write a trace; raises ConfigError."""
     if trace is not None:
         check_output_path("--trace", trace, (".json",))
-    report = api.simulate(config, overrides, num_steps=num_steps, compare=compare, **asked)
+    report = api.simulate(config, overrides, **asked)
     if trace is not None:
         _write(trace, report.modes[0])
     if as_json:
         print(json.dumps(report.as_record(), allow_nan=False))
         return
     console = Console()
-    chart = _chart(report.modes[0], max(console.width - len("rank 00  ") - 1, _NARROWEST))
-    console.print(_modes(report), chart, facts_table(_facts(report)), sep="\n")
+    chart = _chart(report.modes[0], max(console.width - len("rank 00 1023 GiB  ") - 1, _NARROWEST))
+    console.print(_modes(report), _flows(report), chart, facts_table(_facts(report)), sep="\n")
     if trace is not None:
         print(f"trace of a step of {report.modes[0].rating.mode}: {trace}", file=sys.stderr)
 
@@ -69,9 +67,36 @@ def _modes(report: SimulationReport) -> Table:
     return table
 
 
+def _flows(report: SimulationReport) -> Table:
+    """How the data of each mode flowed."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("flow", no_wrap=True)
+    for heading in ("starved, s", "blocked, s", "pool mean", "pool peak", "pool", "lookahead", "lost, s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mode in report.modes:
+        flow = mode.run.flow
+        table.add_row(
+            mode.rating.mode,
+            f"{flow.starved_s:.4g}",
+            f"{max(flow.blocked_s.values(), default=0.0):.4g}",
+            nbytes_text(round(flow.pool_mean_nbytes)),
+            nbytes_text(flow.pool_peak_nbytes),
+            nbytes_text(flow.pool_nbytes),
+            f"{flow.lookahead:.2g}",
+            f"{flow.lost.encode_s:.4g}",
+        )
+    return table
+
+
 def _chart(mode: SimulatedMode, width: int) -> Table:
     """The last step of the first replica, a line for each pipeline rank."""
-    return facts_table([(f"rank {rank}", line) for rank, line in enumerate(mode.gantt(width))])
+    peaks = [sum(each.values()) for each in mode.rank_memory]
+    lines = mode.gantt(width)
+    return facts_table([(_rank(rank, peaks[rank]), line) for rank, line in enumerate(lines)])
+
+
+def _rank(rank: int, peak_nbytes: int) -> str:
+    return f"rank {rank} {nbytes_text(peak_nbytes)}"
 
 
 def _facts(report: SimulationReport) -> list[tuple[str, str]]:
@@ -84,9 +109,19 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
         ("devices", f"{devices}, times from {rates}"),
+        ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
-        *((each.mode, each.reason) for each in planning.comparison.ratings if each.rate is None),
+        *report.not_possible.items(),
     ]
+
+
+def _memory(mode: SimulatedMode) -> str:
+    """What the fullest rank holds at its fullest moment."""
+    peaks = [sum(each.values()) for each in mode.rank_memory]
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
+    held = [(name.replace("_", " "), count) for name, count in mode.rank_memory[fullest].items()]
+    parts = ", ".join(f"{name} {nbytes_text(count)}" for name, count in held if count)
+    return f"peaks are beside the ranks; the fullest is rank {fullest}: {parts}"
 
 
 def _write(path: Path, mode: SimulatedMode) -> None:

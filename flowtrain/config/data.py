@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.secrets import secret_in
+from flowtrain.errors import Fault, FaultCode
+
+if TYPE_CHECKING:
+    from flowtrain.config.run import RunConfig
 
 Shuffle = Literal["blocks", "rows", "none"]
 
@@ -85,6 +89,17 @@ EvalSets = Annotated[
 ]
 
 
+class GroupingConfig(ConfigModel):
+    """Groups of samples over the whole data set, each of which becomes a microbatch (OmniBal 4.1)."""
+
+    sizes: str
+    """The sizes of the source's samples: a CSV that ``flowtrain data check --sizes`` wrote with this configuration. All
+    nodes read it."""
+    vision_tokens: int | None = Field(None, ge=1)
+    """The most vision tokens of a group (Q_v). None: what mean samples have in ``scheduler.microbatch_tokens`` tokens,
+    which are the most tokens of a group."""
+
+
 class DataConfig(ConfigModel):
     """The training data."""
 
@@ -111,6 +126,9 @@ class DataConfig(ConfigModel):
     """``blocks`` (or true): ``shuffle_blocks`` random blocks are open at a time and mixed row by row; each block is
     read once an epoch. ``rows``: any row may follow any other, so that each row costs the reading of its block.
     ``none`` (or false): the order of the files."""
+    grouping: GroupingConfig | None = None
+    """Order the rows of each epoch in balanced groups. Needs one source, ``shuffle: rows``, ``order: deterministic``
+    and ``scheduler.packing: groups``."""
     shuffle_blocks: int = Field(64, ge=1)
     """Blocks of each source that are mixed."""
     read_ahead_blocks: int = Field(1, ge=1)
@@ -147,3 +165,44 @@ class DataConfig(ConfigModel):
     def text_limit_nbytes(self) -> int:
         """The most bytes of text that one sample may have."""
         return self.max_text_nbytes if self.max_text_nbytes is not None else max(1 << 10, 64 * self.max_seq_len)
+
+
+def grouping_has_its_order(config: RunConfig) -> Iterator[Fault]:
+    """Refuse grouping with what would break the groups up again, and packing by groups without them."""
+    data, packing = config.data, config.scheduler.packing
+    if data.grouping is None:
+        if packing == "groups":
+            yield Fault(
+                "scheduler.packing",
+                FaultCode.CONFLICT,
+                "scheduler.packing ('groups') needs data.grouping (not given), which orders the samples in groups; "
+                "give it, or set the packing to 'best_fit_balanced'",
+            )
+        return
+    for key, value, wanted in (
+        ("scheduler.packing", packing, "groups"),
+        ("data.shuffle", data.shuffle, "rows"),
+        ("data.order", data.order, "deterministic"),
+    ):
+        if value != wanted:
+            yield Fault(
+                key,
+                FaultCode.CONFLICT,
+                f"data.grouping needs {key} {wanted!r} (now {value!r}): others mix the samples of groups; set it, "
+                "or leave out data.grouping",
+            )
+    if len(data.sources) > 1:
+        yield Fault(
+            "data.grouping",
+            FaultCode.CONFLICT,
+            f"data.grouping groups the samples of one source, and data.sources has {len(data.sources)} entries, whose "
+            "samples take turns; join them into one, or leave out data.grouping",
+        )
+    policy = getattr(config.pipeline, "policy", "none")
+    if policy != "none":
+        yield Fault(
+            "pipeline.policy",
+            FaultCode.CONFLICT,
+            f"pipeline.policy ({policy!r}) packs each step anew, and data.grouping has decided the microbatches; set "
+            "the first to 'none', or leave out the second",
+        )

@@ -18,7 +18,7 @@ class SchedulerConfig(ConfigModel):
     """Packing and dispatch. docs/scheduling.md describes the methods of ``packing``, ``cost`` and ``dispatch``."""
 
     packing: Literal[
-        "best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "sequential", "random"
+        "best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "groups", "sequential", "random"
     ] = "best_fit_balanced"
     microbatch_tokens: int = Field(4096, ge=8)
     """Capacity of one packed microbatch. ``data.max_seq_len`` limits one sample."""

@@ -13,7 +13,7 @@ from flowtrain.errors import ConfigError, FaultCode
 
 Dtype = Literal["float32", "bfloat16"]
 LayerCheckpointing = Literal["none", "full", "selective", "offload"]
-Checkpointing = Literal[LayerCheckpointing, "every_n"]
+Checkpointing = Literal[LayerCheckpointing, "every_n", "adaptive"]
 GRID_FAMILIES = frozenset({"qwen3_vl"})
 """Families whose tokens have positions of three axes: images then have a grid."""
 
@@ -73,6 +73,9 @@ class EncoderConfig(ConfigModel):
     """``default`` drops a leading class token, ``full`` keeps it; None: chosen by the tower's type."""
     trainable: bool = False
     """Train it with the rest of the model; only in ``mode: monolithic``."""
+    activation_checkpointing: Checkpointing | tuple[LayerCheckpointing, ...] | None = None
+    """What the backward pass of a trained encoder recomputes, as ``backbone.activation_checkpointing``; a list has one
+    word for each layer that is computed. None: the backbone's word; nothing if the backbone has a list."""
     data_parallel_size: int = Field(1, ge=1, le=4096)
     """Number of replicas. ``mode: colocated`` has one on each device of the backbone instead."""
     tensor_parallel_size: int = Field(1, ge=1)
@@ -91,6 +94,12 @@ class EncoderConfig(ConfigModel):
     """Torch threads of each actor."""
     decode_threads: int = Field(1, ge=1)
     """Additional threads of each replica that decode images."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _one_word_or_a_list(cls, value: Any) -> Any:
+        """Name what is wrong; pydantic would name each of the types."""
+        return value if value is None else _words("encoders.*.activation_checkpointing", value, "encoder layer")
 
 
 class ConnectorConfig(ConfigModel):
@@ -114,8 +123,12 @@ class BackboneConfig(ConfigModel):
     activation_checkpointing: Checkpointing | tuple[LayerCheckpointing, ...] = "none"
     """What the backward pass recomputes: nothing, every layer, everything except matrix products and attention
     (``selective``), or each ``checkpoint_every``-th layer (``every_n``). ``offload`` recomputes nothing: what layers
-    keep waits in pinned host memory until their backward pass. A list has one word for each decoder layer."""
+    keep waits in pinned host memory until their backward pass. ``adaptive``: on each pipeline rank as few layers as
+    the memory allows, chosen at the start (docs/memory.md). A list has one word for each decoder layer."""
     checkpoint_every: int = Field(2, ge=2)
+    usable_memory_nbytes: int | None = Field(None, ge=1)
+    """The most device memory that a rank's training step may take, as far as it is predicted: for ``adaptive`` and the
+    two ``auto`` below. None: 92 % of the device's."""
     sequence_parallel: bool = True
     """Ranks of a tensor parallel group split norms and residuals by tokens, with the same amount of communication.
     Without it every rank holds them whole."""
@@ -143,14 +156,19 @@ class BackboneConfig(ConfigModel):
     @classmethod
     def _one_word_or_a_list(cls, value: Any) -> Any:
         """Name what is wrong; pydantic would name each of the two types."""
-        key, words, each = "backbone.activation_checkpointing", get_args(Checkpointing), get_args(LayerCheckpointing)
-        if not isinstance(value, list | tuple):
-            if value in words:
-                return value
-            said = f"{key} = {value!r}: must be one of {', '.join(words)}, or a list with a word for each decoder layer"
+        return _words("backbone.activation_checkpointing", value, "decoder layer")
+
+
+def _words(key: str, value: Any, layer_name: str) -> Any:
+    """Return memory strategies, a word or a list with one for each layer; ConfigError names what is none."""
+    words, each = get_args(Checkpointing), get_args(LayerCheckpointing)
+    if not isinstance(value, list | tuple):
+        if value in words:
+            return value
+        said = f"{key} = {value!r}: must be one of {', '.join(words)}, or a list with a word for each {layer_name}"
+        raise ConfigError.of(key, FaultCode.VALUE, said)
+    for layer, word in enumerate(value):
+        if word not in each:
+            said = f"{key}.{layer} = {word!r}: a list has one of {', '.join(each)} for each {layer_name}"
             raise ConfigError.of(key, FaultCode.VALUE, said)
-        for layer, word in enumerate(value):
-            if word not in each:
-                said = f"{key}.{layer} = {word!r}: a list has one of {', '.join(each)} for each decoder layer"
-                raise ConfigError.of(key, FaultCode.VALUE, said)
-        return tuple(value)
+    return tuple(value)

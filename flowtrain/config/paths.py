@@ -37,8 +37,9 @@ _MODELS = (
     ("encoders", ANY, "path"),
     ("backbone", "path"),
 )
-_WRITTEN_LATER = ("allocator", "profile")
-"""A file that need not exist yet: ``flowtrain profile`` reads the configuration and writes it."""
+_WRITTEN_LATER: tuple[tuple[str, ...], ...] = (("allocator", "profile"), ("data", "grouping", "sizes"))
+"""Files that need not exist yet: ``flowtrain profile`` and ``flowtrain data check`` read the configuration and write
+them."""
 _DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".tar")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
@@ -46,10 +47,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[Fault]:
     """Make the paths in ``values`` absolute, in place; returns a fault for each that does not exist (if ``check``)."""
     faults: list[Fault] = []
-    for holder, path in _holders(values, _WRITTEN_LATER, ()):
-        if _resolve(holder, path, config_dir, may_be_hub_id=False):
-            name = str(path[-1])
-            holder[name] = os.path.abspath(FilePath(holder[name]).expanduser())
+    for pattern in _WRITTEN_LATER:
+        for holder, path in _holders(values, pattern, ()):
+            if _resolve(holder, path, config_dir, may_be_hub_id=False):
+                name = str(path[-1])
+                holder[name] = os.path.abspath(FilePath(holder[name]).expanduser())
     for patterns, may_be_hub_id in ((_FILES, False), (_MODELS, True)):
         for pattern in patterns:
             for holder, path in _holders(values, pattern, ()):

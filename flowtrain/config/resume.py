@@ -46,6 +46,9 @@ _MAY_CHANGE = (
     "backbone.prefetch_microbatches",
     "backbone.activation_checkpointing",  # recomputation repeats the same operations
     "backbone.activation_checkpointing.*",
+    "encoders.*.activation_checkpointing",
+    "encoders.*.activation_checkpointing.*",
+    "backbone.usable_memory_nbytes",
     "backbone.sharding",  # these four change the order of sums
     "backbone.hybrid_shard_size",
     "backbone.gradient_reduction",

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
-from flowtrain.config.data import DataConfig
+from flowtrain.config.data import DataConfig, grouping_has_its_order
 from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
 from flowtrain.config.evaluation import best_is_known, eval_sets_have_names
 from flowtrain.config.families import family_reads_its_keys
@@ -19,6 +19,7 @@ from flowtrain.config.modes import (
     auto_is_free,
     colocated_devices_are_shared,
     colocated_encoders_fit_their_ranks,
+    encoder_memory_is_of_trained_layers,
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
@@ -67,6 +68,7 @@ class RunConfig(ConfigModel):
             _a_frozen_cost_is_given,
             _encoder_names,
             _source_names,
+            grouping_has_its_order,
             eval_sets_have_names,
             best_is_known,
             _not_yet_parallel,
@@ -76,6 +78,7 @@ class RunConfig(ConfigModel):
             schedule_has_its_chunks,
             partition_has_its_stages,
             encoders_are_trained_inside,
+            encoder_memory_is_of_trained_layers,
             colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
             _shard_size_has_hybrid_sharding,

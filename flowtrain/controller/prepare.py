@@ -18,7 +18,7 @@ from flowtrain.config.startable import check_startable
 from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.start_limit import start_limit
-from flowtrain.data.feed import sampler_from_config
+from flowtrain.data.feed import sampler_from_config, with_vision_quota
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.emulation.check import check_emulated, check_emulated_profile
@@ -34,6 +34,7 @@ from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
 from flowtrain.search.configured import configured_search
+from flowtrain.search.partition import with_chosen_partition
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
@@ -48,6 +49,7 @@ class RunSpec:
     """Run spec: a run that can start."""
 
     config: RunConfig
+    """With the numbers of ``pipeline.partition`` and the quota of ``data.grouping``."""
     plan: Plan
     """With the devices that actors take if the cluster has some."""
     model_spec: ModelSpec
@@ -105,6 +107,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
     held_out = zip(config.data.eval_sets.values(), sources.all[len(sources.train) :], strict=True)
     evaluations = tuple([EvalRounds(each.every_steps, min(each.max_samples, len(rows))) for each, rows in held_out])
+    config = with_vision_quota(config, sources.tables)
     num_eval = max((each.num_samples for each in evaluations), default=0)
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
@@ -113,6 +116,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_emulated_profile(config, spec)
     plan = with_settings_of(config, fixed_plan(config), plan)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
+    config = with_chosen_partition(config, spec)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
     configured_search(config, spec)  # refuses a policy that needs times of unknown devices

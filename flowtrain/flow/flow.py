@@ -1,7 +1,7 @@
 """The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (docs/architecture.md).
 
-Nothing here waits, does I/O or uses Ray: every method answers at once. The coordinator does the waiting. A simulator
-can drive the same class with virtual time.
+Nothing here waits, does I/O or uses Ray: every method answers at once. The coordinator does the waiting. The simulator
+drives the same class in virtual time (`simulator/flow_run.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import PlannedUnit, Steps
+from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, SegmentUse, Tier
 from flowtrain.types.messages import (
     EncoderReport,
@@ -32,7 +33,7 @@ from flowtrain.types.messages import (
     Span,
 )
 from flowtrain.types.plan import StepPlan, Unit, UnitKind
-from flowtrain.types.samples import Rejection
+from flowtrain.types.samples import Rejection, SamplerState
 
 ASK_AGAIN = LeaseOrder(None, (), stop=False)
 """For an encoder that waits: it must ask again, with the room that it has now."""
@@ -186,7 +187,7 @@ class Flow:
         if unit is None and not remake:
             return None
         done = unit.positions if unit is not None else ()
-        consumed = tuple([position for position in done if self.parts.is_consumed(position)])
+        consumed = self.parts.consumed_among(done)
         return FeedOrder(unit, remake, self.parts.holdings.take_released(owner), stop=False, consumed=consumed)
 
     # --- encoders -----------------------------------------------------------------------------------------------
@@ -281,13 +282,20 @@ class Flow:
         self.trace.record(spans)
         if not self.log.finished(reports):
             return False
-        unit = reports[0].unit
-        rows = self.parts.consume(self.microbatches.end(unit))
-        planned, sampler_state = self.steps.finish(unit)
-        self.trace.ahead()
+        rows, planned, sampler_state = self.consume(reports[0].unit)
         lookahead = self.microbatches.num_ready_units
         self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, lookahead, self._segments())
         return True
+
+    def consume(self, unit: int) -> tuple[tuple[LedgerRow, ...], PlannedUnit, SamplerState]:
+        """Consume the positions of a unit that all replicas have finished, and move the window.
+
+        Returns their ledger rows, the unit with its plan, and the state from which a run continues after it.
+        """
+        rows = self.parts.consume(self.microbatches.end(unit))
+        planned, sampler_state = self.steps.finish(unit)
+        self.trace.ahead()
+        return rows, planned, sampler_state
 
     def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
         """Return who waits for what, for the message of a stalled wait."""

@@ -38,6 +38,7 @@ class StepPlanner:
         seed: int = 0,
         has_encode_batches: bool = True,
         arrange: Arrange | None = None,
+        vision_quota: int | None = None,
     ) -> None:
         """Resolve the methods; an unknown name raises ConfigError here, not at the first step.
 
@@ -49,6 +50,7 @@ class StepPlanner:
         seed: for packing methods that draw random numbers; combined with the unit's index.
         has_encode_batches: False in modes without encoder actors.
         arrange: searches the arrangement of training steps; None: the one that the methods give.
+        vision_quota: as in ``PackingRules``.
         """
         assert min(dp_size, microbatch_tokens, num_buckets, alignment) >= 1
         get_packer(packing), get_dispatcher(dispatch)
@@ -64,6 +66,7 @@ class StepPlanner:
         self._alignment = alignment
         self._seed = seed
         self._arrange = arrange
+        self._vision_quota = vision_quota
 
     @classmethod
     def from_config(
@@ -83,6 +86,7 @@ class StepPlanner:
             seed=config.seed,
             has_encode_batches=config.has_encoder_actors,
             arrange=arrange,
+            vision_quota=config.data.grouping.vision_tokens if config.data.grouping is not None else None,
         )
 
     def warm_up(self) -> None:
@@ -136,7 +140,7 @@ class StepPlanner:
     def rules(self, unit: Unit) -> PackingRules:
         """Return the rules for the bins of a unit."""
         seed = self._seed * _UNITS_PER_SEED + unit.index
-        return PackingRules(self._microbatch_tokens, self.cost, self._dp_size, seed)
+        return PackingRules(self._microbatch_tokens, self.cost, self._dp_size, seed, self._vision_quota)
 
     def _check(self, unit: Unit, sizes: SampleSizes) -> None:
         positions, tokens = sizes.positions, sizes.tokens

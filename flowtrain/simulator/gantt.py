@@ -1,4 +1,4 @@
-"""What each rank does over a simulated step: as lines of text, and in Chrome's trace format."""
+"""What each rank does and holds over a simulated step: as lines of text, and in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 
 from flowtrain.pipeline.partition import Partition
 from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.memory import HeldMemory
 from flowtrain.simulator.program import Op
 
 FORWARD, BACKWARD, STARVED, IDLE = "▀▄· "
 """A rank runs a forward or a backward, waits for data, or for another rank."""
 _KINDS = (FORWARD, BACKWARD, STARVED, IDLE)
 _MICROSECONDS = 1e6
+_GIB = 2**30
 
 
 def text_rows(timeline: Timeline, ranks: range, width: int) -> list[str]:
@@ -48,8 +50,13 @@ def trace_events(timeline: Timeline, partition: Partition) -> list[dict[str, Any
     program, columns = timeline.program, timeline.program.computations
     pp = program.num_ranks // program.num_replicas
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica} (simulated)"}}
-        for replica in range(program.num_replicas)
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": replica,
+            "args": {"name": f"{_named(replica, int(count))} (simulated)"},
+        }
+        for replica, count in enumerate(program.stands_for)
     ]
     for number in range(len(columns)):
         rank, op = int(columns.rank[number]), int(columns.op[number])
@@ -68,3 +75,23 @@ def trace_events(timeline: Timeline, partition: Partition) -> list[dict[str, Any
             }
         )
     return events
+
+
+def _named(replica: int, count: int) -> str:
+    return f"replica {replica}" if count == 1 else f"replica {replica} and {count - 1} like it"
+
+
+def memory_events(memory: HeldMemory, timeline: Timeline) -> list[dict[str, Any]]:
+    """Return counters for a Chrome trace: what each rank holds over the step, in GiB."""
+    pp = timeline.program.num_ranks // timeline.program.num_replicas
+    return [
+        {
+            "ph": "C",
+            "name": f"memory of rank {rank % pp}",
+            "pid": rank // pp,
+            "ts": _MICROSECONDS * when_s,
+            "args": {"GiB": nbytes / _GIB},
+        }
+        for rank in range(timeline.program.num_ranks)
+        for when_s, nbytes in memory.levels(timeline, rank)
+    ]

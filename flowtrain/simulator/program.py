@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain.costs.flops import IntArray
+from flowtrain.costs.flops import FloatArray, IntArray
 
 BoolArray = NDArray[np.bool_]
 
@@ -127,25 +127,65 @@ class Program:
     members: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Ranks of the groups, one group after another."""
     num_replicas: int = 1
+    stands_for: IntArray = field(default_factory=lambda: np.ones(1, dtype=np.int64))
+    """Replicas of the run that are like each replica, ``[num_replicas]``; only different ones are timed."""
+
+    def mean(self, values: FloatArray) -> float:
+        """Return the mean over the run's ranks of values ``[R]``."""
+        return float(np.average(values.reshape(self.num_replicas, -1).mean(axis=1), weights=self.stands_for))
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.first) - 1
 
+    def find(
+        self,
+        rank: IntArray,
+        place: IntArray,
+        microbatch: IntArray,
+        part: IntArray,
+        is_backward: BoolArray | bool = False,
+    ) -> IntArray:
+        """Return the computations of parts of microbatches, or of the whole where the stage runs that; ``[N]``."""
+        columns, numbers = self.computations, [rank, place, microbatch]
+        every = [columns.rank, columns.place, columns.microbatch]
+        # One number for each, with which a sorted list is searched.
+        bases = [
+            1 + int(max(each.max(initial=0), asked.max(initial=0))) for each, asked in zip(every, numbers, strict=True)
+        ]
+        bases += [2 + int(max(columns.part.max(initial=0), part.max(initial=0))), 2]
 
-def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
+        def keys(*values: IntArray | BoolArray | bool) -> IntArray:
+            at = np.zeros(len(np.atleast_1d(values[0])), dtype=np.int64)
+            for value, base in zip(values, bases, strict=True):
+                at = at * base + value
+            return at
+
+        own = keys(*every, columns.part + 1, columns.is_backward)
+        sorted_by = np.argsort(own)
+        known = own[sorted_by]
+        asked, whole = keys(*numbers, part + 1, is_backward), keys(*numbers, np.zeros_like(part), is_backward)
+        found = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+        is_part = known[found] == asked
+        found = np.where(is_part, found, np.minimum(np.searchsorted(known, whole), len(known) - 1))
+        assert (known[found] == np.where(is_part, asked, whole)).all(), "computations that the program does not have"
+        return np.asarray(sorted_by[found])
+
+
+def side_by_side(programs: Sequence[Program], set_sizes: Sequence[int], stands_for: IntArray | None = None) -> Program:
     """Return the operations of all replicas, rank ``d * pp + r`` for rank r of replica d.
 
-    shard_size: replicas that share one set of shards.
+    set_sizes: how many replicas share each set of shards, one set after another. stands_for: as in ``Program``; None:
+    each replica for itself.
     """
     pp, dp = programs[0].num_ranks, len(programs)
-    assert all(each.num_ranks == pp for each in programs) and dp % shard_size == 0, (dp, shard_size)
-    sets, replica = dp // shard_size, np.arange(dp)
-    ranks = replica[None, :] * pp + np.arange(pp)[:, None]
+    assert all(each.num_ranks == pp for each in programs) and sum(set_sizes) == dp, (dp, set_sizes)
+    sets, of_replica = len(set_sizes), np.repeat(np.arange(len(set_sizes)), set_sizes)
+    ranks = np.arange(dp)[None, :] * pp + np.arange(pp)[:, None]
     # The replicas of a set of shards, set by set of each pipeline rank; then all replicas of each.
     members = np.concatenate([ranks.reshape(-1), ranks.reshape(-1)])
-    sizes = [shard_size] * (pp * sets) + [dp] * pp
+    sizes = [*set_sizes] * pp + [dp] * pp
     of_op, of_computation, of_transfer, of_fetch = (
         _Numbering.of([count(each) for each in programs])
         for count in (
@@ -158,7 +198,7 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
     op = np.concatenate([each.op for each in programs])
     rank_of_op = np.concatenate([np.repeat(np.arange(pp), np.diff(each.first)) for each in programs])
     index = np.concatenate([each.index for each in programs])
-    group = np.where(index == Group.SHARDS, rank_of_op * sets + of_op.replica // shard_size, pp * sets + rank_of_op)
+    group = np.where(index == Group.SHARDS, rank_of_op * sets + of_replica[of_op.replica], pp * sets + rank_of_op)
     of_kinds = {Op.COMPUTE: of_computation, Op.FETCH: of_fetch}
     kinds = [*(op == kind for kind in of_kinds), op == Op.MEET]
     numbers = [*(index + each.before[of_op.replica] for each in of_kinds.values()), group]
@@ -185,6 +225,7 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
         group_first=np.cumsum([0, *sizes]),
         members=members,
         num_replicas=dp,
+        stands_for=np.ones(dp, dtype=np.int64) if stands_for is None else stands_for,
     )
 
 

@@ -11,6 +11,7 @@ from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.simulator.encoders import EncodedStep, shared_end_s
 from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.memory import HeldMemory, held_memory, rank_peaks
 from flowtrain.simulator.program import Op, Program
 from flowtrain.simulator.step import StepSimulator
 
@@ -51,8 +52,9 @@ class SimulatedStep:
         waited = np.zeros(program.num_ranks)
         spans = timeline.ends[is_fetch] - timeline.starts[is_fetch]
         np.add.at(waited, program.fetches.rank[program.index[is_fetch]], spans)
-        starved = float(waited.reshape(program.num_replicas, -1).max(axis=1).mean())
-        return cls(begin_s, end_s, starved, float(timeline.busy_s.mean()))
+        slowest = waited.reshape(program.num_replicas, -1).max(axis=1)
+        starved = float(np.average(slowest, weights=program.stands_for))
+        return cls(begin_s, end_s, starved, program.mean(timeline.busy_s))
 
     @property
     def seconds(self) -> float:
@@ -67,6 +69,9 @@ class SimulatedRun:
     steps: tuple[SimulatedStep, ...]
     last: Timeline
     """Of the last step."""
+    simulator: StepSimulator
+    works: tuple[StepWork, ...]
+    """The different steps; they follow each other again and again."""
 
     @property
     def ends_s(self) -> FloatArray:
@@ -91,6 +96,17 @@ class SimulatedRun:
         """Share of the second half's time in which a mean rank neither computes nor waits for collectives."""
         counted = self._counted
         return 1.0 - sum(step.busy_s for step in counted) / sum(step.seconds for step in counted)
+
+    def memory(self) -> HeldMemory:
+        """Return what ranks hold during the last step."""
+        return self._held(self.works[(len(self.steps) - 1) % len(self.works)])
+
+    def rank_peaks(self) -> tuple[dict[str, int], ...]:
+        """Return what each pipeline rank holds at its fullest moment in any replica and step, by kind of bytes."""
+        return rank_peaks([self._held(work) for work in self.works])
+
+    def _held(self, work: StepWork) -> HeldMemory:
+        return held_memory(self.simulator, work.program, work.works)
 
     @property
     def _counted(self) -> tuple[SimulatedStep, ...]:
@@ -137,7 +153,7 @@ def simulate(
         ends[index] = end
         done.append(SimulatedStep.of(now, end, timeline))
         now = end
-    return SimulatedRun(tuple(done), timeline)
+    return SimulatedRun(tuple(done), timeline, simulator, tuple(steps))
 
 
 def _ready(step: StepWork, free: Sequence[list[float]], opened: float, *, is_barrier: bool) -> FloatArray:

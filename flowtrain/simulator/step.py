@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -18,6 +18,7 @@ from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
+from flowtrain.simulator.folding import Fold
 from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
 
@@ -29,18 +30,37 @@ class StepSimulator:
     times: of its actions; they know degrees and sharding.
     encoder: its name in ``mode: monolithic``, where the partition has its stages; otherwise unused.
     buffered: as in ``Timeline``.
+    recomputed: layers that each stage recomputes; None, of all or of one: as the setup of its times tells.
     """
 
     partition: Partition
     times: ActionTimes
     encoder: str = ""
     buffered: bool = True
+    recomputed: Mapping[tuple[StageModule, int], int | None] | None = None
 
     def named(self, schedule: ScheduleName, num_microbatches: int, num_replicas: int) -> Program:
         """Return the operations of replicas that all train by a named schedule."""
         meets = self._meets if num_replicas > 1 else None
         program = _named_program(schedule, self.partition, num_microbatches, meets)
-        return program if num_replicas == 1 else side_by_side([program] * num_replicas, self._sharing(num_replicas))
+        return program if num_replicas == 1 else side_by_side([program] * num_replicas, self._set_sizes(num_replicas))
+
+    def folded(
+        self, schedule: ScheduleName, works: MicrobatchColumns, num_replicas: int
+    ) -> tuple[Program, MicrobatchColumns]:
+        """Return what replicas run that all train by a named schedule, and their microbatches; equal ones once.
+
+        works: microbatches of all replicas, one replica after another.
+        """
+        count = len(works) // num_replicas
+        fold = Fold.of(works, self._set_sizes(num_replicas))
+        if len(fold.kept) == num_replicas:
+            return self.named(schedule, count, num_replicas), works
+        kept = fold.works(works)
+        if len(fold.kept) == 1:
+            return replace(self.named(schedule, count, 1), stands_for=fold.stands_for), kept
+        program = _named_program(schedule, self.partition, count, self._meets)
+        return side_by_side([program] * len(fold.kept), fold.set_sizes, fold.stands_for), kept
 
     def program(self, replicas: Sequence[Schedule]) -> Program:
         """Return the operations of all replicas, by their action lists; equal lists are read once."""
@@ -48,12 +68,12 @@ class StepSimulator:
         different = {id(lists): lists for lists in replicas}
         read = {key: program_of(lists, self.partition, meets) for key, lists in different.items()}
         programs = [read[id(lists)] for lists in replicas]
-        return programs[0] if len(programs) == 1 else side_by_side(programs, self._sharing(len(programs)))
+        return programs[0] if len(programs) == 1 else side_by_side(programs, self._set_sizes(len(programs)))
 
-    def _sharing(self, num_replicas: int) -> int:
-        """Replicas that share one set of shards; all, where only some of the run's replicas are timed."""
-        size = self.times.shard_size
-        return size if num_replicas % size == 0 else num_replicas
+    def _set_sizes(self, num_replicas: int) -> list[int]:
+        """Replicas of each set of shards; one set of all, where only some of the run's replicas are timed."""
+        size = self.times.shard_size if num_replicas % self.times.shard_size == 0 else num_replicas
+        return [size] * (num_replicas // size)
 
     def optimizer_s(self) -> float:
         """Return seconds of the update after a step, on the rank with the most to update."""
@@ -68,7 +88,8 @@ class StepSimulator:
         An accelerator may compute while collectives run; a CPU's cores run them.
         """
         seconds, _ = self.durations(program, works, with_collectives=self.times.times.device.name == CPU)
-        return float(seconds.sum()) / program.num_ranks + self.optimizer_s()
+        each = np.bincount(program.computations.rank, seconds, program.num_ranks)
+        return program.mean(each.astype(np.float64)) + self.optimizer_s()
 
     def durations(
         self, program: Program, works: MicrobatchColumns, *, with_collectives: bool = True
@@ -103,7 +124,7 @@ class StepSimulator:
     ) -> FloatArray:
         """Seconds of the computations of stages that are alike; at: the number of each one's microbatch."""
         if work.encoder is not None and (columns.part != WHOLE).any():
-            works, at = _cut(works, at, columns.part), np.arange(len(at))
+            works, at = cut(works, at, columns.part), np.arange(len(at))
         forward, backward = self.times.passes_s(work, works)
         return np.where(columns.is_backward, backward[at], forward[at])
 
@@ -143,7 +164,7 @@ class StepSimulator:
         of_encoder = np.array([stage.module is StageModule.ENCODER for stage in self.partition.stages])[producer]
         seconds = self.times.token_transfer_s * works.num_tokens[at]
         if of_encoder.any():
-            sent = _cut(works, at[of_encoder], transfers.part[of_encoder])
+            sent = cut(works, at[of_encoder], transfers.part[of_encoder])
             patches = sent.of_images(sent.patches.astype(np.float64))
             seconds[of_encoder] = self.times.patch_transfer_s(self.encoder) * patches
         return seconds
@@ -155,7 +176,10 @@ class StepSimulator:
         return Meets(gathers, reduces_each=setup.gradient_reduction == "microbatch")
 
     def _work(self, stage: Stage) -> StageWork:
-        return stage_work(self.partition, stage, self.encoder)
+        work = stage_work(self.partition, stage, self.encoder)
+        if self.recomputed is None:
+            return work
+        return replace(work, recomputed=self.recomputed[stage.module, stage.index])
 
 
 def stage_work(partition: Partition, stage: Stage, encoder: str) -> StageWork:
@@ -180,8 +204,8 @@ def _only(columns: Computations, mask: BoolArray) -> Computations:
     return Computations(**{each.name: getattr(columns, each.name)[mask] for each in fields(Computations)})
 
 
-def _cut(works: MicrobatchColumns, at: IntArray, part: IntArray) -> MicrobatchColumns:
-    """The work of microbatches ``at``, each with the images of one part of it alone; both ``[N]``."""
+def cut(works: MicrobatchColumns, at: IntArray, part: IntArray) -> MicrobatchColumns:
+    """Return the work of microbatches ``at``, each with the images of one part of it alone; both ``[N]``."""
     first = np.concatenate([[0], np.cumsum(works.num_images)])
     num_parts: defaultdict[int, int] = defaultdict(int)
     for number, each in zip(at.tolist(), part.tolist(), strict=True):

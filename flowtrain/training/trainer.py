@@ -24,6 +24,7 @@ from flowtrain.training.checkpoint_writer import write_snapshot
 from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
 from flowtrain.training.frozen import describe_frozen, frozen_parts, merged_digests
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
+from flowtrain.training.memory_guard import MemoryGuard
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.nonfinite import state_is_finite
 from flowtrain.training.optimizer import (
@@ -119,8 +120,13 @@ class Trainer:
         self._next_tokens: list[torch.Tensor] = []
         self._frozen_parts, self._merged_digests = frozen_parts(self.model, group), merged_digests(family, group)
         self._frozen: dict[str, Any] | None = None
+        self._guard: MemoryGuard | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
+
+    def guard_memory(self, guard: MemoryGuard) -> None:
+        """Let a guard look at the memory of every training step, and recompute more where it took too much."""
+        self._guard = guard
 
     def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
         """Start a unit and return this rank's actions; the executor runs them through ``stages``."""
@@ -187,6 +193,8 @@ class Trainer:
             else:
                 logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
             self.optimizer.zero_grad(set_to_none=True)
+        if self._guard is not None and (changed := self._guard.after_step(self._memory)) is not None:
+            self._memory = changed
         result = _result(totals, actual, grad_norm, self.config.learning_rate * factor)
         return replace(result, sample_losses=self._sample_losses())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from shared.step_memory import CASES, Measured, measure
 
+pytestmark = pytest.mark.timeout(1500)  # four ranks compute in bfloat16, which CPUs without it emulate slowly
+
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[Measured]]:

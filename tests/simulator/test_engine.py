@@ -76,7 +76,11 @@ def test_replicas_meet_at_gathers_and_reductions(drawn, seed, replicas, gathers,
     program, random = program_of(lists, partition, Meets(gathers, reduces_each)), Random(seed)
     times = [drawn_times(random, program) for _ in range(dp)]
     seconds, transfers = [each[0] for each in times], [each[1] for each in times]
-    timeline = Timeline(side_by_side([program] * dp, shard_size), np.concatenate(seconds), np.concatenate(transfers))
+    timeline = Timeline(
+        side_by_side([program] * dp, [shard_size] * (dp // shard_size)),
+        np.concatenate(seconds),
+        np.concatenate(transfers),
+    )
     asked = of_action([program] * dp, [lists] * dp, seconds, transfers)
     expected = finish_times([lists] * dp, asked, gathers=gathers, reduces_each=reduces_each, shard_size=shard_size)
     assert timeline.finish_s.tolist() == [each for replica in expected for each in replica]

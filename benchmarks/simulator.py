@@ -5,8 +5,8 @@ python benchmarks/simulator.py [--json]
 A schedule of 64 microbatches over 16 stages with durations drawn from a seed is timed as a whole, then again and again
 after the duration of one action, drawn uniformly, has changed. For a tree search, lists of twelve replicas go on from
 what they share with others that have one microbatch less. A decoupled run of 1,000 steps with 256 samples each is
-simulated for the plan of VLM-6B on 256 H200, which is planned first; planning does not count. Exits with 1 if times
-after a change, or from a saved state, differ from those of a new run.
+simulated for the plan of VLM-6B on 256 H200, through the class that a run's coordinator wraps; planning does not count.
+Exits with 1 if times after a change, or from a saved state, differ from those of a new run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,12 @@ def run_figures() -> list[Figure]:
     """Seconds of a long run on many devices."""
     report = flowtrain.simulate(MODEL, CHANGES_OF_RUN, devices=DEVICES, num_steps=STEPS)
     (mode,) = report.modes
-    note = f"{len(mode.run.steps)} steps, {mode.rating.modules[-1].degrees} beside {mode.rating.modules[0].degrees}"
+    flow, degrees = mode.run.flow, [str(module.degrees) for module in mode.rating.modules]
+    note = (
+        f"{len(mode.run.steps)} steps, {report.cpu_seconds:.1f} s of processor time; {degrees[-1]} beside "
+        f"{degrees[0]}; starved {mode.run.starved:.1%}, lookahead {flow.lookahead:.1f}, pool "
+        f"{flow.pool_mean_nbytes / flow.pool_nbytes:.0%} in use"
+    )
     return [at_most("run_s", report.seconds, "s", 10.0, note)]
 
 

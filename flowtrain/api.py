@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flowtrain.config.home import expanded
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
@@ -175,6 +177,8 @@ def simulate(
     profile: str | PathLike[str] | None = None,
     num_steps: int = 12,
     compare: bool = False,
+    encoder_spread: float = 0.0,
+    losses: Sequence[str] = (),
 ) -> SimulationReport:
     """Plan as ``plan`` does, then time the steps of the plan in virtual time (docs/simulator.md).
 
@@ -182,18 +186,26 @@ def simulate(
 
     num_steps: least number of steps; the second half counts.
     compare: simulate the best plan of every mode, as with ``mode: auto``.
+    encoder_spread: standard deviation of the time of an encoder's forward over its mean.
+    losses: processes that are lost, ``MODULE@SECONDS+DOWN`` each: a replica of an encoder, or a ``feeder``, is gone for
+        DOWN seconds (30 if left out) from so many seconds after the start of the run.
 
     Starts nothing. Raises ConfigError, DataError.
     """
     if num_steps < 2:
         raise ConfigError(f"num_steps (--steps) is {num_steps}; it must be at least 2, since the second half counts")
-    from flowtrain.controller.simulation import simulate_plan
+    if not 0.0 <= encoder_spread < math.inf:
+        raise ConfigError(f"encoder_spread (--encoder-spread) is {encoder_spread}; it must be 0 or more")
+    from flowtrain.controller.simulation import loss_of, simulate_plan
+    from flowtrain.simulator.flow_run import Disturbances
 
     if compare and any(each.startswith("mode=") for each in overrides):
         raise ConfigError("compare (--compare) simulates all modes, and a mode is given (--mode, mode=); leave one out")
     changes = (*overrides, "mode=auto") if compare else tuple(overrides)
+    lost = tuple(map(loss_of, losses))
     planned, asked, measured = _to_plan(config, changes, device, devices, nodes, profile)
-    return simulate_plan(planned, asked, profile=measured, num_steps=num_steps)
+    disturbances = Disturbances(encoder_spread, lost, planned.config.seed)
+    return simulate_plan(planned, asked, profile=measured, num_steps=num_steps, disturbances=disturbances)
 
 
 def _to_plan(
@@ -379,7 +391,7 @@ def trace(
 
     Raises ConfigError if nothing trains there, FlowTrainError if the run ends before the trace is complete.
     """
-    return request_trace(RunDir(Path(run).expanduser().absolute()), steps, profiler, memory, progress)
+    return request_trace(RunDir(expanded(run).absolute()), steps, profiler, memory, progress)
 
 
 def export(

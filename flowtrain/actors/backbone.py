@@ -34,7 +34,14 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.health import TrainingHealth, Verdict
-from flowtrain.training.memory_choice import decide_reduction, decide_sharding, with_choices
+from flowtrain.training.memory_choice import (
+    decide_recomputation,
+    decide_reduction,
+    decide_sharding,
+    with_choices,
+    with_recomputation,
+)
+from flowtrain.training.memory_guard import MemoryGuard
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
@@ -123,9 +130,16 @@ class BackboneRank:
         reduction = decide_reduction(self._config, self._family, self._group)
         sharding = decide_sharding(self._config, self._family, self._group)
         self._config = with_choices(self._config, reduction.name, sharding.name)
+        recomputation = decide_recomputation(self._config, self._family, self._group)
+        if recomputation is not None:
+            self._config = with_recomputation(self._config, recomputation)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
-        return RankStart(device_peak(device, self._dtype), reduction, sharding)
+        if recomputation is not None and device.type != "cpu":  # what a CPU's step takes is not measured
+            rank = recomputation.ranks[self._pp_rank]
+            self.trainer.guard_memory(MemoryGuard.of(self.trainer.model.partition, rank, self._group))
+        recomputed = recomputation.text if recomputation is not None else ""
+        return RankStart(device_peak(device, self._dtype), reduction, sharding, recomputed)
 
     def make_trainer(self, checkpoint: Path | None) -> Trainer:
         """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""
@@ -172,6 +186,7 @@ class BackboneRank:
         self._link = link
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
+        self._health.recall(first_step)
         self._answering = answering_of(self._config, self._family, self.trainer, self._replica.is_leader)
         self._spans.follow(link)
         self._windows.last_step = first_step + self._config.observability.trace.steps
@@ -325,6 +340,7 @@ class BackboneRank:
             host_s=self._take_host_s(),
             generated=generated,
             read_by_transport=self._pool.take_read_nbytes() if self._pool is not None else {},
+            is_spike=result.is_spike,
             sample_losses=result.sample_losses,
         )
         self._starved_s = self._fetch_s = 0.0

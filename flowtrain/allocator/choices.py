@@ -52,14 +52,14 @@ def _checkpointing(config: RunConfig, on_cpu: bool) -> tuple[_Checkpointing, ...
     words: tuple[_Checkpointing, ...] = (
         ("none", "selective", "full") if on_cpu else ("none", "selective", "full", "offload")
     )
-    if given == "every_n":
+    if given == "every_n" or given == "adaptive":
         return (None, *words)
     return (given, *(word for word in words if word != given))
 
 
 def _chunks(config: RunConfig, spec: TransformerSpec) -> tuple[int, ...]:
     given = config.pipeline.chunks
-    if config.pipeline.partition is not None:
+    if config.pipeline.counts is not None:
         return (given,)
     return tuple(dict.fromkeys((given, *(each for each in _CHUNKS if each == 1 or 2 * each <= spec.most_stages))))
 

@@ -79,7 +79,7 @@ class DrawnBatches:
     def packed(self, request: Request, dp: int) -> PackedBatches:
         """Return the batches packed for ``dp`` ranks and the request's microbatches."""
         workload = request.workload
-        cost = _cost(self.scheduler, request)
+        cost = packing_cost(self.scheduler, request)
         key = dp, workload.microbatch_tokens, cost
         if key not in self._packed:
             self._packed[key] = self._pack(workload, dp, cost)
@@ -130,8 +130,8 @@ class DrawnBatches:
         return num_slots, found[order], where[order]
 
 
-def _cost(scheduler: SchedulerConfig, request: Request) -> CostModel:
-    """The cost that microbatches are packed by; Eq. 3 for one that is fitted to a run's own measurements."""
+def packing_cost(scheduler: SchedulerConfig, request: Request) -> CostModel:
+    """Return the cost that microbatches are packed by; Eq. 3 for one that is fitted to a run's own measurements."""
     capacity = request.workload.microbatch_tokens
     if scheduler.cost == "profile":
         return eq3(capacity)

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from operator import getitem
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from flowtrain.config.home import expanded
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
@@ -110,7 +110,9 @@ def configured_settings(config: RunConfig) -> BackboneSettings:
     backbone, words = config.backbone, config.backbone.activation_checkpointing
     return BackboneSettings(
         microbatch_tokens=config.scheduler.microbatch_tokens,
-        activation_checkpointing=words if isinstance(words, str) and words != "every_n" else None,
+        activation_checkpointing=None
+        if not isinstance(words, str) or words == "every_n" or words == "adaptive"
+        else words,
         chunks=config.pipeline.chunks,
         sharding=None if backbone.sharding == "auto" else backbone.sharding,
     )
@@ -190,7 +192,7 @@ def _nearest_key(path: KeyPath, values: Any) -> str | None:
 def read_plan(path: str | PathLike[str]) -> Plan:
     """Return the plan in a file; ConfigError if it cannot be read."""
     try:
-        return from_yaml(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+        return from_yaml(expanded(path).read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: the plan cannot be read: {error}") from error
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from flowtrain.allocator.memory import microbatch_size, microbatches_of_a_replica
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.encoder_memory import EncoderShare
-from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes, predict_step_memory
+from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.training_setup import MicrobatchSize, ReductionName, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.partition import Partition
-from flowtrain.pipeline.rank_chunks import rank_chunks
+from flowtrain.pipeline.rank_chunks import memory_of_rank, rank_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +68,8 @@ def memory_of_ranks(
     model: ModelSpec, partition: Partition, setup: TrainingSetup, size: MicrobatchSize, num_microbatches: int
 ) -> tuple[StepMemory, ...]:
     """Return the predicted memory of each pipeline rank. num_microbatches: of a step on each replica."""
-    ranks = []
-    for rank in range(partition.pp_size):
-        held = rank_chunks(partition, rank, num_microbatches)
-        encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
-        ranks.append(predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder))
-    return tuple(ranks)
+    held = (rank_chunks(partition, rank, num_microbatches) for rank in range(partition.pp_size))
+    return tuple([memory_of_rank(model, each, setup, size) for each in held])
 
 
 def monolithic_size(model: ModelSpec, workload: Workload) -> MicrobatchSize:

@@ -25,7 +25,7 @@ from flowtrain.simulator.step import StepSimulator
 DeviceTimesOf = Callable[[Request, str], DeviceTimes]
 """Times of any work on a type of device, with a request's settings."""
 
-_MOST_BATCHES = 4
+SIMULATED_BATCHES = 4
 """Of the drawn ones: lists of long pipelines take time to build."""
 
 
@@ -47,16 +47,18 @@ def simulated_run(
     """
     degrees = candidate.backbone.degrees
     packed = batches.packed(request, degrees.dp)
-    simulator = _simulator(request, times_of, candidate)
+    simulator = step_simulator(request, times_of, candidate)
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
-    schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
+    schedule = schedule_of(request)
     steps: list[StepWork] = []
-    ends = packed.slot_ends[:_MOST_BATCHES]
+    ends = packed.slot_ends[:SIMULATED_BATCHES]
     for index, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
+        works = works_of(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
         program, works = simulator.folded(schedule, works, packed.dp)
         step = StepWork(program, works, tuple(each[index] for each in encoded))
-        steps.append(_shared(step, simulator, candidate, packed, slowdown) if candidate.mode == "colocated" else step)
+        if candidate.mode == "colocated":
+            step = with_shared_devices(step, simulator, candidate, packed, slowdown)
+        steps.append(step)
     return simulate(
         simulator,
         steps,
@@ -67,10 +69,15 @@ def simulated_run(
     )
 
 
-def _shared(
+def schedule_of(request: Request) -> ScheduleName:
+    """Return the schedule of a request's pipeline."""
+    return "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
+
+
+def with_shared_devices(
     step: StepWork, simulator: StepSimulator, candidate: ModeCandidate, packed: PackedBatches, slowdown: float
 ) -> StepWork:
-    """The step with what each device works for it, where it carries a rank and an encoder."""
+    """Return the step with what each device works for it, where it carries a rank and an encoder."""
     work, encode = simulator.computing_s(step.program, step.works), 0.0
     for each, chosen in zip(step.encoded, candidate.encoders.values(), strict=True):
         devices = candidate.backbone.devices / chosen.degrees.world_size
@@ -78,7 +85,8 @@ def _shared(
     return replace(step, shared_s=slowdown * work, shared_encode_s=slowdown * encode)
 
 
-def _simulator(request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate) -> StepSimulator:
+def step_simulator(request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate) -> StepSimulator:
+    """Return what times steps of a candidate's backbone."""
     backbone = candidate.backbone
     shards = request.num_shards(backbone)
     setup = replace(request.setup, shard_size=shards, gradient_reduction=backbone.gradient_reduction)
@@ -101,8 +109,8 @@ def partition_of(request: Request, candidate: ModeCandidate) -> Partition:
     return request.slices.partition(request.model.backbone.num_layers, pp)
 
 
-def _works(request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool) -> MicrobatchColumns:
-    """Microbatches in the slots from ``first`` to ``last``, those of a rank after those of the one before."""
+def works_of(request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool) -> MicrobatchColumns:
+    """Return the microbatches in slots ``first`` to ``last``, those of a rank after those of the one before."""
     workload = request.workload
     lengths = workload.lengths.astype(np.float64)
     columns = (lengths, np.square(lengths), workload.vision_lengths, workload.target_lengths)

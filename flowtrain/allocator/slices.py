@@ -17,7 +17,8 @@ class Slices:
     chunks: int = 1
     """``pipeline.chunks``."""
     counts: tuple[int, ...] | None = None
-    """``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced."""
+    """The numbers of ``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced.
+    Words of that key count as balanced: a run finds their numbers at its start."""
     counts_encoder: bool = False
     """``counts`` include the encoder's layers (``pipeline.encoder_layers: mixed`` in mode ``monolithic``)."""
     first_layers: int = 1
@@ -28,7 +29,7 @@ class Slices:
         """Return those of a configuration. first_layers: ``TransformerSpec.first_layers`` of its backbone."""
         pipeline = config.pipeline
         mixed = config.mode == "monolithic" and pipeline.encoder_layers == "mixed"
-        return cls(pipeline.chunks, pipeline.partition, mixed and pipeline.partition is not None, first_layers)
+        return cls(pipeline.chunks, pipeline.counts, mixed and pipeline.counts is not None, first_layers)
 
     def counts_for(self, pp: int) -> tuple[int, ...] | None:
         """Return the given numbers of layers if they are for this pipeline degree."""

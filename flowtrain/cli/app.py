@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -176,6 +176,19 @@ def simulate(
     mode: Annotated[str | None, typer.Option("--mode", help="Short for mode=NAME.", metavar="NAME")] = None,
     steps: Annotated[int, typer.Option("--steps", help="Least number of steps to simulate.")] = 12,
     compare: Annotated[bool, typer.Option("--compare", help="Simulate the best plan of every mode.")] = False,
+    encoder_spread: Annotated[
+        float, typer.Option("--encoder-spread", help="Standard deviation of an encoder's forward over its mean.")
+    ] = 0.0,
+    lose: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lose",
+            help="Lose a replica of an encoder, or a feeder, so many seconds after the start, for DOWN seconds (30). "
+            "May be repeated.",
+            metavar="MODULE@SECONDS[+DOWN]",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Use the times that flowtrain profile measured.", metavar="FILE")
@@ -187,14 +200,16 @@ def simulate(
 ) -> None:
     """Time the steps of CONFIG's best plan in virtual time; it needs no cluster and starts nothing.
 
-    Packed batches of the real lengths run through the action lists that a run executes.
+    Packed batches of the real lengths run through the bookkeeping of a run's coordinator and the action lists that its
+    ranks execute.
     """
     with errors_to_exit_codes():
         from flowtrain.cli.simulate import simulate as show_simulation
 
-        asked = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
+        asked: dict[str, Any] = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
+        asked |= {"num_steps": steps, "compare": compare, "encoder_spread": encoder_spread, "losses": lose or ()}
         changes = [*(overrides or ()), *([f"mode={mode}"] if mode is not None else [])]
-        show_simulation(config, changes, asked, steps, compare, as_json, trace)
+        show_simulation(config, changes, asked, as_json, trace)
 
 
 @app.command()

@@ -27,15 +27,13 @@ def simulate(
     config: Path,
     overrides: Sequence[str],
     asked: dict[str, Any],
-    num_steps: int,
-    compare: bool,
     as_json: bool,
     trace: Path | None,
 ) -> None:
-    """Simulate as ``api.simulate`` does, show it, and write a trace; raises ConfigError."""
+    """Simulate as ``api.simulate`` does with what was asked, show it, and write a trace; raises ConfigError."""
     if trace is not None:
         check_output_path("--trace", trace, (".json",))
-    report = api.simulate(config, overrides, num_steps=num_steps, compare=compare, **asked)
+    report = api.simulate(config, overrides, **asked)
     if trace is not None:
         _write(trace, report.modes[0])
     if as_json:
@@ -43,7 +41,7 @@ def simulate(
         return
     console = Console()
     chart = _chart(report.modes[0], max(console.width - len("rank 00 1023 GiB  ") - 1, _NARROWEST))
-    console.print(_modes(report), chart, facts_table(_facts(report)), sep="\n")
+    console.print(_modes(report), _flows(report), chart, facts_table(_facts(report)), sep="\n")
     if trace is not None:
         print(f"trace of a step of {report.modes[0].rating.mode}: {trace}", file=sys.stderr)
 
@@ -65,6 +63,27 @@ def _modes(report: SimulationReport) -> Table:
             f"{mode.mfu:.1%}",
             f"{mode.run.starved:.1%}",
             f"{mode.run.bubble:.1%}",
+        )
+    return table
+
+
+def _flows(report: SimulationReport) -> Table:
+    """How the data of each mode flowed."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("flow", no_wrap=True)
+    for heading in ("starved, s", "blocked, s", "pool mean", "pool peak", "pool", "lookahead", "lost, s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mode in report.modes:
+        flow = mode.run.flow
+        table.add_row(
+            mode.rating.mode,
+            f"{flow.starved_s:.4g}",
+            f"{max(flow.blocked_s.values(), default=0.0):.4g}",
+            nbytes_text(round(flow.pool_mean_nbytes)),
+            nbytes_text(flow.pool_peak_nbytes),
+            nbytes_text(flow.pool_nbytes),
+            f"{flow.lookahead:.2g}",
+            f"{flow.lost.encode_s:.4g}",
         )
     return table
 
@@ -92,7 +111,7 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
         ("devices", f"{devices}, times from {rates}"),
         ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
-        *((each.mode, each.reason) for each in planning.comparison.ratings if each.rate is None),
+        *report.not_possible.items(),
     ]
 
 

@@ -65,6 +65,19 @@ def encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
             )
 
 
+def encoder_memory_is_of_trained_layers(config: RunConfig) -> Iterator[Fault]:
+    """Refuse a memory strategy of an encoder that keeps nothing, since it is frozen."""
+    for name, encoder in config.encoders.items():
+        if encoder.activation_checkpointing is not None and not encoder.trainable:
+            yield Fault(
+                f"encoders.{name}.activation_checkpointing",
+                FaultCode.CONFLICT,
+                f"encoders.{name}.activation_checkpointing ({encoder.activation_checkpointing}) has no effect: "
+                f"encoders.{name}.trainable is false, and a frozen encoder keeps nothing for a backward; leave out "
+                "the first, or set the second in mode 'monolithic'",
+            )
+
+
 def auto_is_free(config: RunConfig) -> Iterator[Fault]:
     """Refuse, with ``mode: auto``, settings that fit one mode or one pipeline degree alone."""
     if config.mode != "auto":
@@ -76,11 +89,11 @@ def auto_is_free(config: RunConfig) -> Iterator[Fault]:
             f"allocator.method ({config.allocator.method!r}) is an ablation of mode 'decoupled', and mode ('auto') "
             "compares modes at their best; set the first to 'milp' or the second to 'decoupled'",
         )
-    if config.pipeline.partition is not None:
+    if config.pipeline.counts is not None:
         yield Fault(
             "pipeline.partition",
             FaultCode.CONFLICT,
-            f"pipeline.partition ({list(config.pipeline.partition)}) is for one number of stages, and mode ('auto') "
+            f"pipeline.partition ({list(config.pipeline.counts)}) is for one number of stages, and mode ('auto') "
             "chooses the stages; leave it out or unset it with =null, or set the mode",
         )
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flowtrain.config.base import ConfigModel
-from flowtrain.errors import Fault, FaultCode
+from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import EncoderPlace
 
 if TYPE_CHECKING:
     from flowtrain.config.run import RunConfig
+
+
+PartitionMethod = Literal["uniform", "parameters", "profile", "balanced"]
+_Layers = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class PipelineConfig(ConfigModel):
@@ -20,15 +24,39 @@ class PipelineConfig(ConfigModel):
 
     schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
     """``interleaved_1f1b`` gives each rank ``chunks`` slices of the layers."""
-    chunks: int = Field(1, ge=1)
+    chunks: int = Field(1, ge=1, le=4096)
     """Slices of the decoder layers on each rank."""
-    partition: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Number of layers of each stage, in the order in which a microbatch passes them; None: balanced. With
-    ``encoder_layers: mixed`` encoder layers count too and come first, otherwise only decoder layers do."""
+    partition: PartitionMethod | _Layers | None = None
+    """Number of layers of each stage, in the order in which a microbatch passes them; None: balanced by the size of
+    matrix products. With ``encoder_layers: mixed`` encoder layers count too and come first, otherwise only decoder
+    layers do. A word chooses the numbers at the start (OmniBal 4.2). ``uniform``: as many layers each. ``parameters``:
+    as many parameters each. ``profile``: the slowest stage as fast as can be, by each layer's time. ``balanced``:
+    partitions close to that of ``profile``, ranked by time and transfers; the best are simulated."""
     encoder_layers: EncoderPlace = "first"
     """Where ``mode: monolithic`` has the encoder. ``first``: in the first stage. ``mixed``: encoder and decoder layers
     form one sequence, cut into stages of similar cost. ``own``: in stages of its own, on all ranks, which a microbatch
     passes before those of the backbone."""
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _one_word_or_a_list(cls, value: Any) -> Any:
+        """Name what is wrong; pydantic would name each of the two types."""
+        key, words = "pipeline.partition", get_args(PartitionMethod)
+        if value is None or (isinstance(value, str) and value in words):
+            return value
+        if not isinstance(value, list | tuple):
+            said = f"{key} = {value!r}: must be one of {', '.join(words)}, or a list with each stage's number of layers"
+            raise ConfigError.of(key, FaultCode.VALUE, said)
+        for stage, count in enumerate(value):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                said = f"{key}.{stage} = {count!r}: must be a number of layers, an integer from 0"
+                raise ConfigError.of(key, FaultCode.VALUE, said)
+        return tuple(value)
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """The numbers of layers of ``partition``, if it gives numbers."""
+        return self.partition if isinstance(self.partition, tuple) else None
 
 
 def schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
@@ -53,11 +81,12 @@ def schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
 def partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
     """Refuse a partition with another number of stages; whether its layers add up is seen with the model."""
     pipeline, pp_size = config.pipeline, config.backbone.pipeline_parallel_size
-    if pipeline.partition is not None and len(pipeline.partition) != pp_size * pipeline.chunks:
+    counts = pipeline.counts
+    if counts is not None and len(counts) != pp_size * pipeline.chunks:
         yield Fault(
             "pipeline.partition",
             FaultCode.CONFLICT,
-            f"pipeline.partition has {len(pipeline.partition)} entries and the pipeline has "
+            f"pipeline.partition has {len(counts)} entries and the pipeline has "
             f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
             f"({pipeline.chunks}); give one number of layers for each stage",
         )

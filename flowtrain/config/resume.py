@@ -46,11 +46,15 @@ _MAY_CHANGE = (
     "backbone.prefetch_microbatches",
     "backbone.activation_checkpointing",  # recomputation repeats the same operations
     "backbone.activation_checkpointing.*",
+    "encoders.*.activation_checkpointing",
+    "encoders.*.activation_checkpointing.*",
+    "backbone.usable_memory_nbytes",
     "backbone.sharding",  # these four change the order of sums
     "backbone.hybrid_shard_size",
     "backbone.gradient_reduction",
     "backbone.sequence_parallel",
     "training.on_nonfinite",
+    "training.on_spike",
     "training.max_skipped_steps",
 )
 _MAY_GROW = ("training.max_steps", "training.num_epochs")

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
-from flowtrain.config.data import DataConfig
+from flowtrain.config.data import DataConfig, grouping_has_its_order
 from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
 from flowtrain.config.evaluation import best_is_known, eval_sets_have_names
 from flowtrain.config.families import family_reads_its_keys
@@ -19,9 +19,11 @@ from flowtrain.config.modes import (
     auto_is_free,
     colocated_devices_are_shared,
     colocated_encoders_fit_their_ranks,
+    encoder_memory_is_of_trained_layers,
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
+from flowtrain.config.module_values import module_values_are_possible
 from flowtrain.config.parameter_names import ENCODERS, is_pattern
 from flowtrain.config.pipeline import PipelineConfig, partition_has_its_stages, schedule_has_its_chunks
 from flowtrain.config.put_plan import put_plan
@@ -30,14 +32,17 @@ from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import ENCODER_MODES, Mode, ModeChoice, Plan
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 
+MAX_REGION_NBYTES = 1 << 59
+"""Addresses of one tier of the pool (``mempool/gva.py``)."""
+
 
 class RunConfig(ConfigModel):
     """One training run, as written in one YAML file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's directory is ``<runs_dir>/<name>``."""
     runs_dir: str = "runs"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63)
     """Decides the order of the data and random initial weights."""
     mode: ModeChoice = "decoupled"
     """How encoders and backbone share devices and time (docs/modes.md). ``auto``: the one that ``flowtrain plan``
@@ -67,6 +72,7 @@ class RunConfig(ConfigModel):
             _a_frozen_cost_is_given,
             _encoder_names,
             _source_names,
+            grouping_has_its_order,
             eval_sets_have_names,
             best_is_known,
             _not_yet_parallel,
@@ -76,6 +82,7 @@ class RunConfig(ConfigModel):
             schedule_has_its_chunks,
             partition_has_its_stages,
             encoders_are_trained_inside,
+            encoder_memory_is_of_trained_layers,
             colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
             _shard_size_has_hybrid_sharding,
@@ -84,6 +91,7 @@ class RunConfig(ConfigModel):
             _hbm_has_a_device,
             _exchange_is_possible,
             _modules_have_an_origin,
+            module_values_are_possible,
             family_reads_its_keys,
             emulation_is_asked_for,
         )
@@ -274,6 +282,13 @@ def _segments_fit_the_space(config: RunConfig) -> Iterator[Fault]:
 
 def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
     backbone, limit = config.backbone, config.pool.max_processes
+    if limit * config.pool.max_segment_nbytes > MAX_REGION_NBYTES:
+        yield Fault(
+            "pool.max_segment_nbytes",
+            FaultCode.POOL,
+            f"pool.max_processes ({limit}) times pool.max_segment_nbytes ({config.pool.max_segment_nbytes}) is more "
+            f"than an address space of 64 bits has for a tier ({MAX_REGION_NBYTES} bytes); lower one of them",
+        )
     ranks = backbone.data_parallel_size * backbone.pipeline_parallel_size * backbone.tensor_parallel_size
     encoders = sum(map(config.encoder_replicas, config.encoders))
     needed = ranks + encoders + (config.data.num_feeders or 1)

@@ -143,6 +143,8 @@ class GroupRun:
         self._stream.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._note_reduction(started.reduction)
         self._stream.note(f"sharding: {started.sharding.name} ({started.sharding.reason})")
+        if started.recomputed:
+            self._stream.note(f"activation_checkpointing: adaptive: recomputed are on {started.recomputed}")
         self._history.costs.start(peak.device)
         self._stream.emit(run_started(self._run_spec, self._run.files, self._history.start, peak.device, roles))
 

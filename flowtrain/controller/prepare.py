@@ -18,21 +18,23 @@ from flowtrain.config.startable import check_startable
 from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.start_limit import start_limit
-from flowtrain.data.feed import sampler_from_config
+from flowtrain.data.feed import sampler_from_config, with_vision_quota
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.emulation.check import check_emulated, check_emulated_profile
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, DataError, RefusedDataError
 from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
 from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
+from flowtrain.models.weights import check_builds
 from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.search.partition import with_chosen_partition
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
@@ -47,6 +49,7 @@ class RunSpec:
     """Run spec: a run that can start."""
 
     config: RunConfig
+    """With the numbers of ``pipeline.partition`` and the quota of ``data.grouping``."""
     plan: Plan
     """With the devices that actors take if the cluster has some."""
     model_spec: ModelSpec
@@ -98,20 +101,23 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_startable(config)
     check_emulated(config)
     check_trackers(config.observability)
-    indexes = SourceSet.index(config.data)
+    indexes = _indexed(config)
     sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
     held_out = zip(config.data.eval_sets.values(), sources.all[len(sources.train) :], strict=True)
     evaluations = tuple([EvalRounds(each.every_steps, min(each.max_samples, len(rows))) for each, rows in held_out])
+    config = with_vision_quota(config, sources.tables)
     num_eval = max((each.num_samples for each in evaluations), default=0)
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
+    check_modules(config, family)
     check_parameter_names(config, family)
     spec = family.model_spec
     check_emulated_profile(config, spec)
     plan = with_settings_of(config, fixed_plan(config), plan)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
+    config = with_chosen_partition(config, spec)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
@@ -136,6 +142,22 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
     )
+
+
+def _indexed(config: RunConfig) -> tuple[SourceIndex, ...]:
+    try:
+        return SourceSet.index(config.data)
+    except DataError as error:
+        raise RefusedDataError(str(error)) from error
+
+
+def check_modules(config: RunConfig, family: Family) -> None:
+    """Raise ConfigError if a module that is given by its configuration cannot be built."""
+    for name, encoder in config.encoders.items():
+        if encoder.config is not None:
+            check_builds(family.vision_config, f"encoders.{name}")
+    if config.backbone.config is not None:
+        check_builds(family.text_config, "backbone")
 
 
 def check_parameter_names(config: RunConfig, family: Family) -> None:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
 from flowtrain.allocator.modes import as_run
-from flowtrain.allocator.simulated import partition_of, simulated_run
+from flowtrain.allocator.simulated import partition_of
+from flowtrain.allocator.simulated_flow import FlowCandidate
 from flowtrain.allocator.whole import slowdown_of
 from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned import Planned
-from flowtrain.controller.planning.report import PlanReport, make_report
+from flowtrain.controller.planning.pool import with_room
+from flowtrain.controller.planning.report import PlanReport, make_report, startable_plan
 from flowtrain.controller.planning.request import device_times, request_of, surrogates
 from flowtrain.costs.profile import Profile
+from flowtrain.errors import ConfigError
 from flowtrain.pipeline.partition import Partition
+from flowtrain.simulator.flow_run import FEEDERS, Disturbances, FlowRun, Loss
 from flowtrain.simulator.gantt import memory_events, text_rows, trace_events
-from flowtrain.simulator.run import SimulatedRun
 
-SIMULATION_SCHEMA = 1
+SIMULATION_SCHEMA = 2
 MOST_ROWS = 16
 """Ranks in a Gantt chart."""
+DOWN_S = 30.0
+"""Seconds until a lost process is back, if nothing else is said: it starts, loads its weights, and joins."""
+_LOSS = re.compile(r"(\w+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class SimulatedMode:
 
     planning: PlanReport
     rating: ModeRating
-    run: SimulatedRun
+    run: FlowRun
     partition: Partition
 
     @property
@@ -101,6 +108,7 @@ class SimulatedMode:
             "starved": self.run.starved,
             "bubble": self.run.bubble,
             "peak_nbytes": self.peak_nbytes,
+            "flow": asdict(self.run.flow),
             "rank_peak_nbytes": [sum(each.values()) for each in self.rank_memory],
             "rank_memory": list(self.rank_memory),
         }
@@ -114,6 +122,18 @@ class SimulationReport:
     modes: tuple[SimulatedMode, ...]
     seconds: float
     """Of packing and simulating, without planning."""
+    cpu_seconds: float
+    """Processor time of it, which other processes of the machine do not lengthen by waits."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """By mode: why a plan that fits could not be simulated."""
+
+    @property
+    def not_possible(self) -> dict[str, str]:
+        """By mode: why there is no simulation of it."""
+        unrated: dict[str, str] = {
+            each.mode: each.reason for each in self.planning.comparison.ratings if each.rate is None
+        }
+        return {**unrated, **self.refused}
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -123,8 +143,9 @@ class SimulationReport:
             "devices": {each.name: each.count for each in self.planning.cluster.device_types},
             "profile": self.planning.profile.source if self.planning.profile is not None else None,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "modes": [mode.as_record() for mode in self.modes],
-            "not_possible": {each.mode: each.reason for each in self.planning.comparison.ratings if each.rate is None},
+            "not_possible": self.not_possible,
         }
 
 
@@ -134,19 +155,53 @@ def simulate_plan(
     *,
     profile: Profile | None = None,
     num_steps: int,
+    disturbances: Disturbances | None = None,
 ) -> SimulationReport:
-    """Plan, then simulate the best plan of each mode that was planned; ConfigError if nothing fits."""
+    """Plan, then simulate the best plan of each mode that was planned.
+
+    disturbances: None for encoders that always take their mean time, and no losses; a mode without encoder actors loses
+        none. Raises ConfigError if nothing fits, if no mode that was planned can be simulated, and for a loss of what
+        the run does not have.
+    """
+    disturbances = disturbances or Disturbances()
+    _check_losses(disturbances.losses, planned)
     planning = make_report(planned, asked, profile=profile)
-    started = time.perf_counter()
-    found = sorted(_simulated(planning, num_steps), key=lambda mode: (mode.rating.mode == "llm_only", -mode.rate))
-    return SimulationReport(planning, tuple(found), time.perf_counter() - started)
+    started, started_cpu = time.perf_counter(), time.process_time()
+    found, refused = _simulated(planning, num_steps, disturbances)
+    found.sort(key=lambda mode: (mode.rating.mode == "llm_only", -mode.rate))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    return SimulationReport(planning, tuple(found), seconds, cpu_seconds, refused)
 
 
-def _simulated(planning: PlanReport, num_steps: int) -> Iterator[SimulatedMode]:
+def loss_of(text: str) -> Loss:
+    """Read ``MODULE@SECONDS`` or ``MODULE@SECONDS+DOWN``; ConfigError for anything else."""
+    found = _LOSS.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"losses (--lose) has {text!r}; write MODULE@SECONDS or MODULE@SECONDS+DOWN, as in vision@60+30"
+        )
+    return Loss(found[1], float(found[2]), DOWN_S if found[3] is None else float(found[3]))
+
+
+def _check_losses(losses: Sequence[Loss], planned: Planned) -> None:
+    known = [*planned.config.encoders, FEEDERS]
+    for loss in losses:
+        if loss.module not in known:
+            raise ConfigError(
+                f"losses (--lose) names {loss.module!r}, and the run has {', '.join(known)}; name one of these"
+            )
+
+
+def _simulated(
+    planning: PlanReport, num_steps: int, disturbances: Disturbances
+) -> tuple[list[SimulatedMode], dict[str, str]]:
+    """Simulated modes, and why others could not be simulated; ConfigError if none could."""
     planned, config = planning.planned, planning.planned.config
     times_of = device_times(config, planning.efficiency, planning.profile)
     surrogate_for, request = surrogates(times_of), request_of(planned, planning.cluster, planning.profile)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
+    found: list[SimulatedMode] = []
+    refused: dict[str, str] = {}
     for rating in planning.comparison.ratings:
         candidate = rating.candidate
         if candidate is None:
@@ -154,5 +209,16 @@ def _simulated(planning: PlanReport, num_steps: int) -> Iterator[SimulatedMode]:
         candidate, at = as_run(candidate, planning.comparison.allocation), request.of(candidate.backbone)
         surrogate = surrogate_for(at)
         slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
-        run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown, num_steps=num_steps)
-        yield SimulatedMode(planning, rating, run, partition_of(at, candidate))
+        plan = with_room(planned, startable_plan(planned, rating, planning.cluster), planning.devices_per_node)
+        own = [each for each in disturbances.losses if each.module in (FEEDERS, *candidate.encoders)]
+        disturbed = replace(disturbances, losses=tuple(own))
+        flow = FlowCandidate(at, surrogate, times_of, candidate, batches, config, plan, slowdown, disturbed)
+        try:
+            run = flow.simulated(num_steps)
+        except ConfigError as error:  # its pool is too small
+            refused[rating.mode] = str(error)
+            continue
+        found.append(SimulatedMode(planning, rating, run, partition_of(at, candidate)))
+    if not found:
+        raise ConfigError("; ".join(f"{mode}: {reason}" for mode, reason in refused.items()))
+    return found, refused

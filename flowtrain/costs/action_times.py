@@ -6,7 +6,7 @@ A microbatch's work is a ``Workload`` of its own, so a stage's time comes from t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -98,6 +98,8 @@ class StageWork:
     is_last: bool
     has_backward: bool = True
     encoder: str | None = None
+    recomputed: int | None = None
+    """Layers that run their forward again in the backward; None: the share of layers that the setup tells."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,27 @@ class ActionTimes:
 
     def passes_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray]:
         """Return ``forward_s`` and ``backward_s`` of each microbatch, ``[M]``."""
+        if stage.recomputed is not None:
+            return self._recomputing_s(stage, works)
         total = self._total_s(stage, works)
         backward = BACKWARD_SHARE * total
         forward = (1.0 - BACKWARD_SHARE) * total if stage.has_backward else total
         copying = (self._copying_s(stage, works, each) for each in (forward, backward))
         return forward + next(copying), backward + next(copying)
+
+    def _recomputing_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray]:
+        """``passes_s`` of a stage that recomputes a number of its own layers and keeps the others."""
+        forward, backward = self._keeping.passes_s(replace(stage, recomputed=None), works)
+        if not stage.recomputed or not stage.has_backward:
+            return forward, backward
+        again = replace(stage, num_layers=stage.recomputed, is_first=False, is_last=False, recomputed=None)
+        return forward, backward + self._keeping.passes_s(again, works)[0]
+
+    @cached_property
+    def _keeping(self) -> ActionTimes:
+        """The same without recomputation."""
+        setup = replace(self.times.setup, activation_checkpointing="none", encoder_checkpointing=None)
+        return replace(self, times=replace(self.times, setup=setup))
 
     def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> FloatArray:
         """Seconds of forward and backward, ``[M]``."""

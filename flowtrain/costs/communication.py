@@ -60,11 +60,11 @@ class TensorCommunication:
 def encoder_passes(setup: TrainingSetup, freeze: Collection[str]) -> tuple[float, float]:
     """Return how often an encoder's forward is computed, and how often its all-reduces run; a backward takes two.
 
-    A trained encoder recomputes as the backbone's word of activation checkpointing asks; with a list it keeps all.
+    A trained encoder recomputes as ``TrainingSetup.of_encoder`` tells.
     """
     if FROZEN_ENCODERS[0] in freeze:
         return 1.0, 1.0
-    again = recomputed_share(setup) if isinstance(setup.activation_checkpointing, str) else 0.0
+    again = setup.share_of_encoder_layers("full")
     return 3.0 + again, 2.0 + again
 
 

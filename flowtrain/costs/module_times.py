@@ -38,6 +38,14 @@ class ModuleTimes(Protocol):
         """
         ...
 
+    def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
+        """Return seconds of an encoder actor for each sample's images in its two stages, each ``[S]``.
+
+        One batch is decoded by its threads (0 if that is not known, or if the device decodes too) while another one is
+        forwarded. ``images_s`` is the longer of both.
+        """
+        ...
+
     def sample_s(self, encoder: str, tp: int) -> float:
         """Return the mean of ``images_s`` over samples that have images."""
         ...

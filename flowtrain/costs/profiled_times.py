@@ -92,6 +92,15 @@ class ProfileTimes:
 
     def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
         """As ``ModuleTimes``; images are in batches as large as ``max_batch_patches`` allows."""
+        decoding, forward = self._stages_s(encoder, tp, in_ranks)
+        return np.maximum(decoding, forward)
+
+    def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
+        """As ``ModuleTimes``."""
+        return self._stages_s(encoder, tp, in_ranks=False)
+
+    def _stages_s(self, encoder: str, tp: int, in_ranks: bool) -> tuple[FloatArray, FloatArray]:
+        """Seconds of decode threads and of the device for each sample's images; both ``[S]``."""
         tables, costs = self._profile.encoders[encoder], self._profile.images[encoder]
         measured, patches = _nearest(tables, tp), self._patches(encoder)
         every = self._workload.images[encoder][0]
@@ -106,13 +115,13 @@ class ProfileTimes:
         if not in_ranks:
             device = device + num_images / batch * costs.batch_s
         decoding = num_images * costs.decode_s
-        seconds = np.zeros(len(every))
+        beside, forward = np.zeros(len(every)), np.zeros(len(every))
         # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.
         if self._profile.device == CPU:
-            seconds[at] = device + decoding
+            forward[at] = device + decoding
         else:
-            seconds[at] = np.maximum(device, decoding / self._decode_threads[encoder])
-        return seconds
+            beside[at], forward[at] = decoding / self._decode_threads[encoder], device
+        return beside, forward
 
     def sample_s(self, encoder: str, tp: int) -> float:
         """As ``ModuleTimes``."""

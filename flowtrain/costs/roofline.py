@@ -119,6 +119,11 @@ class Roofline:
         rows = num_rows * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
         return np.maximum(computing, rows / (tp * self._device.links.network * self._efficiency.links))
 
+    def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
+        """As ``ModuleTimes``; no data sheet tells how long decoding takes."""
+        forward = self.images_s(encoder, tp)
+        return np.zeros_like(forward), forward
+
     def sample_s(self, encoder: str, tp: int) -> float:
         """As ``ModuleTimes``."""
         return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])

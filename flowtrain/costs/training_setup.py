@@ -36,6 +36,8 @@ class TrainingSetup:
     sequence_parallel: bool = True
     activation_checkpointing: Checkpointing = "none"
     checkpoint_every: int = 2
+    encoder_checkpointing: Checkpointing | None = None
+    """Of a trained encoder, as ``encoders.<name>.activation_checkpointing``; None: as ``of_encoder`` tells."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
     """``sdpa`` keeps its output twice, because it copies the sequences' outputs into one tensor."""
@@ -58,15 +60,20 @@ class TrainingSetup:
         counts = Counter(self.activation_checkpointing)
         return ", ".join(f"{word} in {count} layers" for word, count in counts.items())
 
+    @property
+    def of_encoder(self) -> Checkpointing:
+        """What a trained encoder follows: its own words, else the backbone's word; beside a list it keeps all."""
+        if self.encoder_checkpointing is not None:
+            return self.encoder_checkpointing
+        return self.activation_checkpointing if isinstance(self.activation_checkpointing, str) else "none"
+
     def share_of_layers(self, word: str) -> float:
         """Return the share of decoder layers that follow a strategy; ``every_n`` is ``full`` in each n-th layer."""
-        words = self.activation_checkpointing
-        if not isinstance(words, str):
-            return words.count(word) / len(words)
-        if words == "every_n":
-            recomputed = 1.0 / self.checkpoint_every
-            return {"full": recomputed, "none": 1.0 - recomputed}.get(word, 0.0)
-        return float(words == word)
+        return _share(self.activation_checkpointing, word, self.checkpoint_every)
+
+    def share_of_encoder_layers(self, word: str) -> float:
+        """Return the same of a trained encoder's layers."""
+        return _share(self.of_encoder, word, self.checkpoint_every)
 
     @property
     def num_shards(self) -> int:
@@ -128,11 +135,24 @@ class EncoderChunk:
     """Its output goes to another rank."""
     in_flight: int = 1
     """Microbatches whose activations it keeps at once if it is trained."""
+    first_layer: int = 0
+    """Number of its first layer in the whole encoder; per-layer strategies depend on it."""
 
     def layers_by_strategy(self, setup: TrainingSetup) -> Mapping[str, int]:
-        """Return how many of its layers follow each strategy: the backbone's word; with a list all keep all."""
-        words = setup.activation_checkpointing
-        return _by_strategy(words if isinstance(words, str) else "none", self.num_layers, setup)
+        """Return how many of its layers follow each strategy (``TrainingSetup.of_encoder``)."""
+        words = setup.of_encoder
+        if isinstance(words, str):
+            return _by_strategy(words, self.num_layers, setup)
+        return Counter(words[self.first_layer : self.first_layer + self.num_layers])
+
+
+def _share(words: Checkpointing, word: str, every: int) -> float:
+    if not isinstance(words, str):
+        return words.count(word) / len(words)
+    if words == "every_n":
+        recomputed = 1.0 / every
+        return {"full": recomputed, "none": 1.0 - recomputed}.get(word, 0.0)
+    return float(words == word)
 
 
 def _by_strategy(word: str, num_layers: int, setup: TrainingSetup) -> dict[str, int]:

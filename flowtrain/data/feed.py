@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from flowtrain.config.data import DataConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import IntArray
+from flowtrain.data.grouped_rows import GroupedOrder, GroupedRows
 from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf, open_blocks_of, sample_of
 from flowtrain.data.read_ahead import ReadAhead
 from flowtrain.data.sampler import Draw, Sampler
@@ -247,4 +248,23 @@ def _finished(begun: tuple[SampleRef, Found | Future[LoadedSample | Rejection]])
 def sampler_from_config(config: RunConfig, tables: Sequence[IntArray]) -> Sampler:
     """Build the run's sampler at its first position; tables: the first rows of the blocks of each training source."""
     weights = [source.weight for source in config.data.sources]
-    return Sampler(tables, weights, config.seed, config.data.shuffle, config.data.shuffle_blocks)
+    order_of = None if config.data.grouping is None else _grouped(config, tables)
+    return Sampler(tables, weights, config.seed, config.data.shuffle, config.data.shuffle_blocks, order_of)
+
+
+def _grouped(config: RunConfig, tables: Sequence[IntArray]) -> GroupedOrder:
+    """The orders of the only source, group after group."""
+    grouping, capacity = config.data.grouping, config.scheduler.microbatch_tokens
+    assert grouping is not None and len(tables) == 1
+    rows = GroupedRows.read(grouping.sizes, int(tables[0][-1]), capacity)
+    return GroupedOrder(rows, capacity, grouping.vision_tokens, config.seed)
+
+
+def with_vision_quota(config: RunConfig, tables: Sequence[IntArray]) -> RunConfig:
+    """Return the configuration with the quota of ``data.grouping`` that follows from the sizes, if it has none."""
+    grouping, capacity = config.data.grouping, config.scheduler.microbatch_tokens
+    if grouping is None or grouping.vision_tokens is not None:
+        return config
+    rows = GroupedRows.read(grouping.sizes, int(tables[0][-1]), capacity)
+    known = grouping.model_copy(update={"vision_tokens": rows.vision_quota(capacity)})
+    return config.model_copy(update={"data": config.data.model_copy(update={"grouping": known})})

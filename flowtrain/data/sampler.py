@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,16 @@ from flowtrain.data.lanes import Lanes
 from flowtrain.data.permutation import Permutation
 from flowtrain.errors import CheckpointError
 from flowtrain.types.samples import SampleRef, SamplerState
+
+
+class OrderOfEpoch(Protocol):
+    """Orders the rows of a source."""
+
+    def __call__(self, epoch: int) -> IntArray:
+        """Return all rows in the order of an epoch, int64 ``[num_rows]``."""
+
+    def digest(self) -> str:
+        """Return what identifies all orders."""
 
 
 class Draw(NamedTuple):  # created in a fraction of a dataclass's time
@@ -38,9 +48,18 @@ class Sampler:
     """
 
     def __init__(
-        self, first_rows: Sequence[IntArray], weights: Sequence[float], seed: int, shuffle: Shuffle, shuffle_blocks: int
+        self,
+        first_rows: Sequence[IntArray],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: Shuffle,
+        shuffle_blocks: int,
+        order_of: OrderOfEpoch | None = None,
     ) -> None:
-        """first_rows: of each source ``[num_blocks + 1]``, the first row of each block and the number of rows."""
+        """first_rows: of each source ``[num_blocks + 1]``, the first row of each block and the number of rows.
+
+        order_of: with ``rows``, gives the rows of an epoch of the only source in their order; None: at random.
+        """
         self._sizes = tuple(int(table[-1]) for table in first_rows)
         assert len(first_rows) == len(weights) > 0 and min(self._sizes) > 0 and min(weights) > 0 and shuffle_blocks > 0
         self._first_rows = tuple(first_rows)
@@ -56,12 +75,16 @@ class Sampler:
         self._counts = [0] * len(first_rows)
         self._windows = [self._window(source) for source in range(len(first_rows))]
         self._permutations: dict[int, tuple[int, Permutation]] = {}  # `rows`: of each source, its epoch's
+        self._order_of = order_of
+        self._orders: tuple[int, IntArray] | None = None  # of the epoch that ``order_of`` was last asked for
         self._spans = [(0, 0, 0)] * len(first_rows)  # `none`: of each source, the last block, its first row and its end
         self._lanes: tuple[Lanes, ...] = ()
         self._tables: tuple[str, ...] = ()
         if shuffle == "blocks":
             self._lanes = tuple(Lanes(table, shuffle_blocks, seed, i) for i, table in enumerate(first_rows))
             self._tables = tuple(lanes.digest() for lanes in self._lanes)
+        elif order_of is not None:
+            self._tables = (order_of.digest(),)
 
     def take(self, num_samples: int) -> list[Draw]:
         """Draw the samples of the next ``num_samples`` positions."""
@@ -143,7 +166,7 @@ class Sampler:
             row, lane = self._lanes[source].draw(epoch, index)
             lane += source  # else all sources of few blocks would go to the first feeders
         elif self._shuffle == "rows":
-            row, lane = self._permutation(source, epoch)[index], position
+            row, lane = self._row(source, epoch, index), position
         else:
             row, lane = index, self._span(source, index)[0]
         self._counts[source] += 1
@@ -172,6 +195,13 @@ class Sampler:
         """
         count, weight, total = self._counts[source], self._weights[source], self._total_weight
         return count * total // weight, -(-(count + 1) * total // weight)
+
+    def _row(self, source: int, epoch: int, index: int) -> int:
+        if self._order_of is None:
+            return self._permutation(source, epoch)[index]
+        if self._orders is None or self._orders[0] != epoch:
+            self._orders = (epoch, self._order_of(epoch))
+        return int(self._orders[1][index])
 
     def _permutation(self, source: int, epoch: int) -> Permutation:
         kept = self._permutations.get(source)

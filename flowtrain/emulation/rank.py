@@ -20,8 +20,9 @@ from flowtrain.emulation.trainer import EmulatedClock, EmulatedGroup, EmulatedSa
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.pipeline.configured import configured_partition
+from flowtrain.pipeline.recompute import Recomputation
 from flowtrain.training.clock import MicrobatchClock
-from flowtrain.training.memory_choice import foreseen_reduction, foreseen_sharding
+from flowtrain.training.memory_choice import foreseen_recomputation, foreseen_reduction, foreseen_sharding, with_choices
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import Trainer
@@ -77,15 +78,21 @@ class EmulatedRank(BackboneRank):
         reduction, sharding = self._choices(times, size)
         setup = replace(times.setup, sharding=sharding.name, gradient_reduction=reduction.name)
         self._clock = process.clock(BACKBONE, self._rank)
-        self.trainer = cast(Trainer, self._make_trainer(group, replace(times, setup=setup), size))
+        foresee = with_choices(self._config, reduction.name, sharding.name), self._family, self._degrees
+        recomputation = foreseen_recomputation(*foresee, times.device.memory_nbytes, size)
+        times = replace(times, setup=setup)
+        self.trainer = cast(Trainer, self._make_trainer(group, times, size, recomputation))
         source = "profile" if run.profile is not None else "data sheet"
-        return RankStart(DevicePeak(f"emulated {device.name}", device.flops, source), reduction, sharding)
+        recomputed = recomputation.text if recomputation is not None else ""
+        return RankStart(DevicePeak(f"emulated {device.name}", device.flops, source), reduction, sharding, recomputed)
 
     def _choices(self, times: DeviceTimes, shard_size: int) -> tuple[GradientReduction, Sharding]:
         foresee = (self._config, self._family, self._degrees, times.device.memory_nbytes, shard_size)
         return foreseen_reduction(*foresee), foreseen_sharding(*foresee)
 
-    def _make_trainer(self, group: EmulatedGroup, times: DeviceTimes, shard_size: int) -> EmulatedTrainer:
+    def _make_trainer(
+        self, group: EmulatedGroup, times: DeviceTimes, shard_size: int, recomputation: Recomputation | None
+    ) -> EmulatedTrainer:
         config, process, encoder = self._config, self._process, self._family.encoder_names[0]
         partition = configured_partition(config, times.model, self._degrees.pp)
         tower = None
@@ -103,6 +110,7 @@ class EmulatedRank(BackboneRank):
             tower=tower,
             gathers_each=times.setup.sharding != "gradients",
             reduces_each=times.setup.gradient_reduction == "microbatch",
+            recomputed=recomputation.counts(partition) if recomputation is not None else {},
             record=self._spans.add,
         )
         return EmulatedTrainer(config, group, partition, tower, stages, actions, process.meetings, self._num_steps)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,7 @@ class EmulatedStages:
     encoder: name of the encoder; its stages are in the partition in ``mode: monolithic``. tower: its shape there.
     gathers_each: parameters are gathered for each pass (full and hybrid sharding), else once a unit.
     reduces_each: gradients are summed with each microbatch, else with the last one.
+    recomputed: layers that stages recompute; of a stage that is not there, or None: as the setup of the times tells.
     """
 
     def __init__(
@@ -45,12 +47,16 @@ class EmulatedStages:
         tower: EncoderShape | None,
         gathers_each: bool,
         reduces_each: bool,
+        recomputed: Mapping[_Key, int | None],
         record: SpanRecorder | None,
     ) -> None:
         self._rank, self._degrees, self._times, self._meetings = rank, degrees, times, meetings
         self._flow, self._tower = partition.stages, tower
         self._places = {(stage.module, stage.index): place for place, stage in enumerate(self._flow)}
-        self._works = {key: stage_work(partition, self._flow[place], encoder) for key, place in self._places.items()}
+        self._works = {
+            key: replace(stage_work(partition, self._flow[place], encoder), recomputed=recomputed.get(key))
+            for key, place in self._places.items()
+        }
         self._encoder, self._gathers_each, self._reduces_each = encoder, gathers_each, reduces_each
         self.clock = clock
         self.spans = WorkSpans(torch.device("cpu"), record)

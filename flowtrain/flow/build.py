@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order, no_batches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
-from flowtrain.flow.steps import FlopsOf, Steps
+from flowtrain.flow.steps import FlopsOf, Steps, UnitPlanner
 from flowtrain.flow.units import leftover_units, units_left
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.encode_batches import make_encode_batches
@@ -31,14 +32,25 @@ from flowtrain.types.plan import Unit
 from flowtrain.types.samples import SamplerState
 
 
-def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earlier: Flow | None = None) -> Flow:
+def build_flow(
+    config: RunConfig,
+    model: ModelSpec,
+    settings: FlowSettings,
+    earlier: Flow | None = None,
+    *,
+    planner: UnitPlanner | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Flow:
     """Return the flow of a run. Compiles what planning needs first, so that no step waits for it.
 
     earlier: the flow whose processes it takes over, to make positions again from ``settings`` on.
+    planner: plans the steps; None: the configured one, with the cost of ``settings``.
+    clock: returns the seconds by which leases expire.
     """
     pool = config.pool
-    planner = StepPlanner.from_config(config, settings.dp_size, settings.cost)
-    planner.warm_up()
+    if planner is None:
+        planner = configured = StepPlanner.from_config(config, settings.dp_size, settings.cost)
+        configured.warm_up()
     parts = Parts(
         AddressSpace(num_processes=pool.max_processes, segment_nbytes=pool.max_segment_nbytes),
         alignment=pool.alignment,
@@ -46,6 +58,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earl
         keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
         ranks_read_images=config.mode == "monolithic",
+        clock=clock,
     )
     flow = assemble_flow(
         members=earlier.members if earlier is not None else Members(pool.max_processes, pool.processes_per_node),
@@ -76,7 +89,7 @@ def assemble_flow(
     members: Members,
     parts: Parts,
     order: Order,
-    planner: StepPlanner,
+    planner: UnitPlanner,
     units: Iterator[Unit],
     leftovers: Iterable[Unit] = (),
     lookahead: int,

@@ -27,6 +27,11 @@ class ConsumedPositions:
         return replace(state, consumed=(*range(first, self.frontier), *self.ahead))
 
     @property
+    def has_ahead(self) -> bool:
+        """Whether there are positions beyond the frontier."""
+        return bool(self._ahead)
+
+    @property
     def ahead(self) -> tuple[int, ...]:
         """Positions beyond the frontier, ascending."""
         return tuple(sorted(self._ahead))

@@ -1,7 +1,7 @@
 """The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (docs/architecture.md).
 
-Nothing here waits, does I/O or uses Ray: every method answers at once. The coordinator does the waiting. A simulator
-can drive the same class with virtual time.
+Nothing here waits, does I/O or uses Ray: every method answers at once. The coordinator does the waiting. The simulator
+drives the same class in virtual time (`simulator/flow_run.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import PlannedUnit, Steps
+from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, SegmentUse, Tier
 from flowtrain.types.messages import (
     EncoderReport,
@@ -31,8 +32,8 @@ from flowtrain.types.messages import (
     RoomOrder,
     Span,
 )
-from flowtrain.types.plan import StepPlan, Unit, UnitKind
-from flowtrain.types.samples import Rejection
+from flowtrain.types.plan import EncodeBatch, StepPlan, Unit, UnitKind
+from flowtrain.types.samples import Rejection, SamplerState
 
 ASK_AGAIN = LeaseOrder(None, (), stop=False)
 """For an encoder that waits: it must ask again, with the room that it has now."""
@@ -72,6 +73,7 @@ class Flow:
         self.feeding = feeding
         self.trace = FlowTrace(log, members, steps, parts.holdings)
         self._in_turn = in_turn
+        parts.leases.on_done = self._encoded
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
         self._outdated: set[int] = set()  # feeders that still size what an earlier flow has asked for
 
@@ -119,7 +121,7 @@ class Flow:
         if self.members.is_living(owner):
             self.trace.lost(owner, for_good)
         self.members.withdraw(owner)
-        self.log.forget(owner)
+        self.log.forget(owner, self.members.name_of(owner))
         self._grown.discard(owner)
         self._outdated.discard(owner)
         self.parts.owner_lost(owner, for_good)
@@ -186,7 +188,7 @@ class Flow:
         if unit is None and not remake:
             return None
         done = unit.positions if unit is not None else ()
-        consumed = tuple([position for position in done if self.parts.is_consumed(position)])
+        consumed = self.parts.consumed_among(done)
         return FeedOrder(unit, remake, self.parts.holdings.take_released(owner), stop=False, consumed=consumed)
 
     # --- encoders -----------------------------------------------------------------------------------------------
@@ -218,6 +220,10 @@ class Flow:
         if (has_grown or refused) and self.members.is_living(owner):
             self._grown.add(owner)
         return tuple(refused)
+
+    def _encoded(self, owner: int, batch: EncodeBatch, seconds: float) -> None:
+        if self.members.is_living(owner):
+            self.log.encoded(self.members.name_of(owner), seconds, batch.num_patches)
 
     def lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool = True) -> LeaseOrder | None:
         """Return what an encoder does now, or None if it must wait (for memory, for the lookahead, for sizes).
@@ -281,13 +287,20 @@ class Flow:
         self.trace.record(spans)
         if not self.log.finished(reports):
             return False
-        unit = reports[0].unit
-        rows = self.parts.consume(self.microbatches.end(unit))
-        planned, sampler_state = self.steps.finish(unit)
-        self.trace.ahead()
+        rows, planned, sampler_state = self.consume(reports[0].unit)
         lookahead = self.microbatches.num_ready_units
         self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, lookahead, self._segments())
         return True
+
+    def consume(self, unit: int) -> tuple[tuple[LedgerRow, ...], PlannedUnit, SamplerState]:
+        """Consume the positions of a unit that all replicas have finished, and move the window.
+
+        Returns their ledger rows, the unit with its plan, and the state from which a run continues after it.
+        """
+        rows = self.parts.consume(self.microbatches.end(unit))
+        planned, sampler_state = self.steps.finish(unit)
+        self.trace.ahead()
+        return rows, planned, sampler_state
 
     def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
         """Return who waits for what, for the message of a stalled wait."""

@@ -32,9 +32,12 @@ class Holdings:
 
         Raises PoolError for a wrong size and for extents outside the owner's segment.
         """
-        # Nearly every part is one run in its owner's DRAM.
-        if len(extents) == 1 and self._fits_dram(part, owner, extents[0]):
-            return DRAM
+        if len(extents) == 1:  # nearly every part is one run in its owner's DRAM
+            extent = extents[0]
+            nbytes, size = extent.nbytes, self._segment_nbytes
+            distance = extent.gva - self._dram_base - owner * size
+            if nbytes == part.nbytes > 0 and 0 <= distance <= size - nbytes:
+                return DRAM
         return self._checked_tier(part, owner, extents)
 
     def put(self, part: PartRecord, owner: int, extents: tuple[Extent, ...], tier: Tier = DRAM) -> None:
@@ -95,11 +98,6 @@ class Holdings:
     def released_nbytes(self, owner: int) -> int:
         """Return the DRAM bytes that an owner gains when it frees what ``take_released`` has for it."""
         return self._released_nbytes.get(owner, 0)
-
-    def _fits_dram(self, part: PartRecord, owner: int, extent: Extent) -> bool:
-        """Whether an extent has a part's size and lies in its owner's DRAM segment."""
-        distance = extent.gva - self._dram_base - owner * self._segment_nbytes
-        return 0 <= distance <= self._segment_nbytes - extent.nbytes and extent.nbytes == part.nbytes > 0
 
     def _checked_tier(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
         """Return the tier of a reported part. Raises PoolError for a wrong size or another's segment."""

@@ -146,6 +146,13 @@ class Microbatches:
         """Planned units of which no unread microbatch misses a part."""
         return sum(record.is_complete for record in self._units.values())
 
+    def is_ready(self, unit: int, slot: int, dp_rank: int) -> bool:
+        """Whether a replica may run a microbatch of a planned unit now."""
+        record = self._units.get(unit)
+        if record is None or (self.whole_units and not record.is_complete):
+            return False
+        return slot in record.ready_slots[dp_rank]
+
     def is_read(self, unit: int) -> bool:
         """Whether all microbatches of a planned unit are read."""
         record = self._units.get(unit)

@@ -7,7 +7,7 @@ position is SIZED, then PLANNED into a microbatch, and ends once: CONSUMED or RE
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from flowtrain.errors import PoolError, StaleLeaseError
 from flowtrain.flow.consumed import ConsumedPositions
@@ -136,6 +136,12 @@ class Parts:
     def is_consumed(self, position: int) -> bool:
         """Whether a position is consumed."""
         return position < self._eval_frontier if position >= EVAL_POSITION_BASE else position in self.consumed
+
+    def consumed_among(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Return those of ascending positions that are consumed."""
+        if not positions or (not self.consumed.has_ahead and not self.is_consumed(positions[0])):
+            return ()  # else a run that was resumed has consumed some
+        return tuple([position for position in positions if self.is_consumed(position)])
 
     def is_rejected(self, position: int) -> bool:
         """Whether a position is quarantined. Raises PoolError if it is not known, or consumed."""

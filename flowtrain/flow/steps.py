@@ -6,16 +6,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from flowtrain.costs.flops import SampleFlops
 from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.order import Order
+from flowtrain.scheduler.refit import Planner
 from flowtrain.scheduler.sample_sizes import SampleSizes
-from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.plan import StepPlan, Unit, UnitKind
 from flowtrain.types.samples import SamplerState, SizedSample
 
 FlopsOf = Callable[[SampleSizes], SampleFlops]
+
+
+class UnitPlanner(Planner, Protocol):
+    """Packs units, as ``StepPlanner`` does."""
+
+    def sizes_of(self, samples: Sequence[SizedSample]) -> SampleSizes:
+        """Return the columns that ``plan`` works on, from sized samples in any order."""
+
+    def plan(self, unit: Unit, samples: SampleSizes) -> StepPlan:
+        """Plan one unit from its samples without the rejected ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class Steps:
         leftovers: Iterable[Unit] = (),
         lookahead: int,
         order: Order,
-        planner: StepPlanner,
+        planner: UnitPlanner,
         microbatches: Microbatches,
         flops_of: FlopsOf,
     ) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from flowtrain.config.model import BackboneConfig, LayerCheckpointing
+from collections.abc import Mapping
+
+from flowtrain.config.model import BackboneConfig, Checkpointing, LayerCheckpointing
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec, TransformerSpec, VisionSpec
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy, StageMemory, StageModule, stage_memory
-from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partition
+from flowtrain.pipeline.partition import EncoderSplit, Partition, Stage, build_partition
 
 VISION_SHARE = 0.5
 """Share of vision tokens in a microbatch, by which layers are balanced where ``pipeline.partition`` is not given."""
 
 
 def configured_partition(config: RunConfig, model: ModelSpec, pp_size: int) -> Partition:
-    """Return the partition of a run; the same wherever it is asked for. Raises ConfigError if layers cannot be cut."""
+    """Return the partition of a run; the same wherever it is asked for. Raises ConfigError if layers cannot be cut.
+
+    A word in ``pipeline.partition`` counts as None here: a run's start replaces it by numbers (``search.partition``).
+    """
     pipeline = config.pipeline
     encoder = None
     if config.mode == "monolithic":
@@ -26,7 +31,7 @@ def configured_partition(config: RunConfig, model: ModelSpec, pp_size: int) -> P
         model.backbone.num_layers,
         pp_size,
         pipeline.chunks,
-        counts=pipeline.partition,
+        counts=pipeline.counts,
         encoder=encoder,
         first_layers=model.backbone.first_layers,
     )
@@ -53,35 +58,67 @@ _KINDS: dict[LayerCheckpointing, MemoryKind] = {
 
 
 def configured_memory(config: RunConfig, partition: Partition) -> dict[tuple[StageModule, int], StageMemory]:
-    """Return the memory strategy of every (module, stage) that ``backbone.activation_checkpointing`` stands for.
+    """Return the memory strategy of every (module, stage) that ``activation_checkpointing`` stands for.
 
-    A word is that of trained encoder layers too; with a list they keep all. Raises ConfigError if a list has not one
-    word for each decoder layer.
+    A word of the backbone is that of trained encoder layers too, unless they have their own; with a list of the
+    backbone's they keep all. ``adaptive`` counts as ``full``: ranks replace it by lists when they start
+    (``pipeline.recompute``). Raises ConfigError if a list has not one word for each layer.
     """
-    words, uniform = config.backbone.activation_checkpointing, configured_strategy(config.backbone)
-    strategies: dict[tuple[StageModule, int], StageMemory] = {
-        (stage.module, stage.index): uniform if stage.has_backward else MemoryStrategy.KEEP
+    backbone, encoder = config.backbone, _encoder_words(config)
+    words: dict[StageModule, _Words] = {
+        StageModule.BACKBONE: backbone.activation_checkpointing,
+        StageModule.ENCODER: encoder if encoder is not None else _one_word(backbone.activation_checkpointing),
+    }
+    _check_lists(config, partition, words)
+    return {
+        (stage.module, stage.index): _stage_memory(words[stage.module], stage, backbone.checkpoint_every)
         for stage in partition.stages
     }
-    if isinstance(words, str):
-        return strategies
-    backbone = partition.of_module(StageModule.BACKBONE)
-    num_layers = sum(len(stage.layers) for stage in backbone)
-    if len(words) != num_layers:
-        raise ConfigError.of(
-            "backbone.activation_checkpointing",
-            FaultCode.VALUE,
-            f"backbone.activation_checkpointing lists {len(words)} layers, and the backbone has {num_layers}; give one "
-            "word for each decoder layer, or one word for all",
-        )
-    for stage in backbone:
-        strategies[stage.module, stage.index] = stage_memory([_KINDS[words[layer]] for layer in stage.layers])
-    return strategies
 
 
 def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
     """Return the strategy that a word of ``backbone.activation_checkpointing`` gives to all layers; KEEP for a list."""
-    word = config.activation_checkpointing
+    return _uniform(_one_word(config.activation_checkpointing), config.checkpoint_every)
+
+
+_Words = Checkpointing | tuple[LayerCheckpointing, ...]
+
+
+def _encoder_words(config: RunConfig) -> _Words | None:
+    """Those of the only encoder that a pipeline can have."""
+    return next((each.activation_checkpointing for each in config.encoders.values()), None)
+
+
+def _one_word(words: _Words) -> Checkpointing:
+    return words if isinstance(words, str) else "none"
+
+
+def _uniform(word: Checkpointing, every: int) -> MemoryStrategy:
     if word == "every_n":
-        return MemoryStrategy(MemoryKind.RECOMPUTE, every=config.checkpoint_every)
-    return MemoryStrategy(_KINDS[word]) if isinstance(word, str) else MemoryStrategy.KEEP
+        return MemoryStrategy(MemoryKind.RECOMPUTE, every=every)
+    return MemoryStrategy.RECOMPUTE if word == "adaptive" else MemoryStrategy(_KINDS[word])
+
+
+def _stage_memory(words: _Words, stage: Stage, every: int) -> StageMemory:
+    if not stage.has_backward:
+        return MemoryStrategy.KEEP
+    if isinstance(words, str):
+        return _uniform(words, every)
+    return stage_memory([_KINDS[words[layer]] for layer in stage.layers])
+
+
+def _check_lists(config: RunConfig, partition: Partition, words: Mapping[StageModule, _Words]) -> None:
+    for module, each in words.items():
+        stages = partition.of_module(module)
+        num_layers = sum(len(stage.layers) for stage in stages)
+        if isinstance(each, str) or not stages or len(each) == num_layers:
+            continue
+        is_backbone = module is StageModule.BACKBONE
+        name = "backbone" if is_backbone else f"encoders.{next(iter(config.encoders))}"
+        key, layer = f"{name}.activation_checkpointing", "decoder layer" if is_backbone else "encoder layer"
+        raise ConfigError.of(
+            key,
+            FaultCode.VALUE,
+            f"{key} lists {len(each)} layers, and the {module} has {num_layers}; give one word for each {layer}, or "
+            "one word for all",
+        )

@@ -1,10 +1,13 @@
-"""What a pipeline rank holds under 1F1B, as the cost model asks for it."""
+"""What a pipeline rank holds under 1F1B, as the cost model asks for it, and the memory that this takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowtrain.costs.training_setup import Chunk, EncoderChunk
+from flowtrain.costs.encoder_memory import EncoderShare
+from flowtrain.costs.memory import StepMemory, predict_step_memory
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
@@ -41,6 +44,13 @@ def rank_chunks(partition: Partition, rank: int, num_microbatches: int) -> RankC
                 is_trained=stage.has_backward,
                 sends=after.rank != rank,
                 in_flight=in_flight,
+                first_layer=stage.layers.start,
             )
         )
     return RankChunks(tuple(backbone), tuple(encoder))
+
+
+def memory_of_rank(model: ModelSpec, held: RankChunks, setup: TrainingSetup, size: MicrobatchSize) -> StepMemory:
+    """Return the predicted memory of a rank that holds these chunks. size: of the largest microbatch."""
+    encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
+    return predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder)

@@ -37,6 +37,7 @@ class StepPlanner:
         alignment: int,
         seed: int = 0,
         has_encode_batches: bool = True,
+        vision_quota: int | None = None,
     ) -> None:
         """Resolve the methods; an unknown name raises ConfigError here, not at the first step.
 
@@ -47,6 +48,7 @@ class StepPlanner:
         alignment: of parts in the pool, in bytes.
         seed: for packing methods that draw random numbers; combined with the unit's index.
         has_encode_batches: False in modes without encoder actors.
+        vision_quota: as in ``PackingRules``.
         """
         assert min(dp_size, microbatch_tokens, num_buckets, alignment) >= 1
         get_packer(packing), get_dispatcher(dispatch)
@@ -61,6 +63,7 @@ class StepPlanner:
         self._max_batch_patches = dict(max_batch_patches) if has_encode_batches else {}
         self._alignment = alignment
         self._seed = seed
+        self._vision_quota = vision_quota
 
     @classmethod
     def from_config(cls, config: RunConfig, dp_size: int, cost: CostModel) -> StepPlanner:
@@ -77,6 +80,7 @@ class StepPlanner:
             alignment=config.pool.alignment,
             seed=config.seed,
             has_encode_batches=config.has_encoder_actors,
+            vision_quota=config.data.grouping.vision_tokens if config.data.grouping is not None else None,
         )
 
     def warm_up(self) -> None:
@@ -126,7 +130,7 @@ class StepPlanner:
     def rules(self, unit: Unit) -> PackingRules:
         """Return the rules for the bins of a unit."""
         seed = self._seed * _UNITS_PER_SEED + unit.index
-        return PackingRules(self._microbatch_tokens, self.cost, self._dp_size, seed)
+        return PackingRules(self._microbatch_tokens, self.cost, self._dp_size, seed, self._vision_quota)
 
     def _check(self, unit: Unit, sizes: SampleSizes) -> None:
         positions, tokens = sizes.positions, sizes.tokens

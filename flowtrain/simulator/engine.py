@@ -18,13 +18,15 @@ from flowtrain.simulator.program import Op, Program
 
 NUM_SAVES = 16
 """A good number of saved states for lists that change again and again."""
+NOT_YET = np.inf
+"""The data of a fetch are not there, and nobody knows when they will be."""
 
 
 class Timeline:
     """The times of one program.
 
     seconds: of each computation, ``[C]``. transfer_s: of each transfer, ``[X]``.
-    ready_s: when the data of each fetch are there, ``[F]``; by default at once.
+    ready_s: when the data of each fetch are there, ``[F]``; by default at once. ``NOT_YET``: ``deliver`` will say.
     begin_s: when each rank begins, ``[R]``; by default at 0.
     buffered: a send is over for its sender once it is launched, as where the transport copies; otherwise a transfer
         starts when both ends have launched it, as with NCCL.
@@ -48,7 +50,7 @@ class Timeline:
         assert len(program.members) or Op.MEET not in program.op, "one replica alone meets nobody"
         self.program, self._buffered = program, buffered
         self._seconds, self._transfer_s = seconds.astype(np.float64), transfer_s.astype(np.float64)
-        self._ready_s = np.zeros(len(program.fetches)) if ready_s is None else ready_s
+        self._ready_s = np.zeros(len(program.fetches)) if ready_s is None else ready_s.astype(np.float64)
         num_ops, ranks = len(program.op), program.num_ranks
         self.starts, self.ends = np.zeros(num_ops), np.zeros(num_ops)
         self._floats = np.full(ranks + 3 * len(transfer_s) + len(program.group_first) - 1, np.nan)
@@ -126,6 +128,37 @@ class Timeline:
         self._ints[:] = self._saved_ints[usable]
         self._run()
 
+    def deliver(self, fetches: IntArray, ready_s: float) -> bool:
+        """Let the data of fetches be there from ``ready_s`` on; returns whether a rank waited for them, and went on."""
+        self._ready_s[fetches] = ready_s
+        ranks = self.program.fetches.rank[fetches]
+        going_on = ranks[self._waits_at(ranks) == fetches]
+        if not len(going_on):
+            return False
+        num_ranks = self.program.num_ranks
+        stack = self._ints[len(self._ints) - 1 - num_ranks : -1]
+        stack[: len(going_on)] = going_on
+        self._ints[-1] = len(going_on)
+        self._run()
+        return True
+
+    def _waits_at(self, ranks: IntArray) -> IntArray:
+        """The fetch that each rank does next; -1 if it does something else next, or is done."""
+        program = self.program
+        at = np.minimum(self.reached[ranks], len(program.op) - 1)
+        is_own = self.reached[ranks] < program.first[ranks + 1]
+        return np.where(is_own & (program.op[at] == Op.FETCH), program.index[at], -1)
+
+    @property
+    def reached(self) -> IntArray:
+        """The operation that each rank does next, or the first one of the next rank if it is done, ``[R]``."""
+        return self._ints[: self.program.num_ranks]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all ranks have run to their end; otherwise some wait for data that are not there yet."""
+        return bool((self.reached == self.program.first[1:]).all())
+
     def _run(self) -> None:
         program = self.program
         self._num_saved = _advance(
@@ -147,9 +180,10 @@ class Timeline:
             self._saved_ints,
             self._num_saved,
         )
-        if (self._ints[: program.num_ranks] != program.first[1:]).any():
-            waiting = np.flatnonzero(self._ints[: program.num_ranks] != program.first[1:]).tolist()
-            raise ScheduleError(f"ranks {waiting} wait for each other for ever; check the lists with pipeline.validate")
+        waiting = np.flatnonzero(self.reached != program.first[1:])
+        if len(waiting) and (self._waits_at(waiting) < 0).all():
+            who = waiting.tolist()
+            raise ScheduleError(f"ranks {who} wait for each other for ever; check the lists with pipeline.validate")
 
     @property
     def finish_s(self) -> FloatArray:
@@ -280,6 +314,8 @@ def _advance(
                 come[which] = 0
                 latest[which] = -np.inf
             elif kind == 6:
+                if ready_s[which] == np.inf:
+                    break
                 now = max(now, ready_s[which])
             ends[number] = now
             number += 1

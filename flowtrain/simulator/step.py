@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
@@ -30,12 +30,14 @@ class StepSimulator:
     times: of its actions; they know degrees and sharding.
     encoder: its name in ``mode: monolithic``, where the partition has its stages; otherwise unused.
     buffered: as in ``Timeline``.
+    recomputed: layers that each stage recomputes; None, of all or of one: as the setup of its times tells.
     """
 
     partition: Partition
     times: ActionTimes
     encoder: str = ""
     buffered: bool = True
+    recomputed: Mapping[tuple[StageModule, int], int | None] | None = None
 
     def named(self, schedule: ScheduleName, num_microbatches: int, num_replicas: int) -> Program:
         """Return the operations of replicas that all train by a named schedule."""
@@ -174,7 +176,10 @@ class StepSimulator:
         return Meets(gathers, reduces_each=setup.gradient_reduction == "microbatch")
 
     def _work(self, stage: Stage) -> StageWork:
-        return stage_work(self.partition, stage, self.encoder)
+        work = stage_work(self.partition, stage, self.encoder)
+        if self.recomputed is None:
+            return work
+        return replace(work, recomputed=self.recomputed[stage.module, stage.index])
 
 
 def stage_work(partition: Partition, stage: Stage, encoder: str) -> StageWork:

@@ -1,4 +1,4 @@
-"""What data parallel ranks decide by their memory: when they sum gradients, and what they shard."""
+"""What ranks decide by their memory: when they sum gradients, what they shard, which layers they recompute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch.distributed as dist
 from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.encoder_memory import EncoderShare
-from flowtrain.costs.memory import USABLE_SHARE, predict_step_memory
+from flowtrain.costs.memory import USABLE_SHARE
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.training_setup import MicrobatchSize
+from flowtrain.costs.training_setup import MicrobatchSize, TrainingSetup
 from flowtrain.models.families.base import Family
+from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.configured import configured_partition
-from flowtrain.pipeline.rank_chunks import rank_chunks
+from flowtrain.pipeline.rank_chunks import memory_of_rank, rank_chunks
+from flowtrain.pipeline.recompute import Recomputation, adaptive_recomputation
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import memory_nbytes
 from flowtrain.types.plan import Degrees, GradientReduction, Sharding
@@ -74,6 +75,73 @@ def _sharding(config: RunConfig, degrees: Degrees, needs: Callable[[RunConfig], 
     return choose_sharding(needs(whole))
 
 
+def decide_recomputation(config: RunConfig, family: Family, group: BackboneGroup) -> Recomputation | None:
+    """Return what all ranks recompute if ``activation_checkpointing`` is adaptive; collective, the same on all ranks.
+
+    config: with the choices of ``decide_reduction`` and ``decide_sharding``, which count it as ``full``. None: nothing
+    is adaptive.
+    """
+    if not _adaptive_modules(config):
+        return None
+    usable = [each for (each,) in _gathered([_usable_nbytes(config, group)], group)]
+    of_stage: dict[int, int] = {}
+    for rank, each in enumerate(usable):
+        stage = group.degrees.coordinates(rank)[1]
+        of_stage[stage] = min(each, of_stage.get(stage, each))
+    stages = [of_stage[stage] for stage in range(group.degrees.pp)]
+    return _recomputation(config, family, group.degrees, stages, group.shard_size, on_cpu=group.device.type == "cpu")
+
+
+def foreseen_recomputation(
+    config: RunConfig, family: Family, degrees: Degrees, memory_nbytes: int, shard_size: int
+) -> Recomputation | None:
+    """As ``decide_recomputation``, for accelerators with so much memory; no ranks are asked."""
+    if not _adaptive_modules(config):
+        return None
+    usable = [_usable(config, memory_nbytes, on_cpu=False)] * degrees.pp
+    return _recomputation(config, family, degrees, usable, shard_size, on_cpu=False)
+
+
+def _recomputation(
+    config: RunConfig, family: Family, degrees: Degrees, usable: Sequence[int], shard_size: int, *, on_cpu: bool
+) -> Recomputation:
+    """usable: of the devices of each pipeline rank, in bytes."""
+    model = family.model_spec
+    return adaptive_recomputation(
+        configured_partition(config, model, degrees.pp),
+        model,
+        _setup(config, degrees, shard_size, on_cpu=on_cpu),
+        _largest(config, _tower_tokens_per_row(config, family)),
+        usable,
+        adaptive=_adaptive_modules(config),
+        num_microbatches=_most_in_flight(degrees),
+    )
+
+
+def _adaptive_modules(config: RunConfig) -> frozenset[StageModule]:
+    """Modules whose layers' strategy is chosen; a trained encoder without a word of its own follows the backbone."""
+    backbone = config.backbone.activation_checkpointing
+    encoder = next(iter(config.encoders.values())).activation_checkpointing
+    words = {StageModule.BACKBONE: backbone}
+    if config.mode == "monolithic" and config.trains_encoders:
+        words[StageModule.ENCODER] = backbone if encoder is None else encoder
+    return frozenset(module for module, each in words.items() if each == "adaptive")
+
+
+def with_recomputation(config: RunConfig, chosen: Recomputation) -> RunConfig:
+    """Return the configuration with lists in the place of ``adaptive``."""
+    changes: dict[str, object] = {}
+    if chosen.backbone is not None:
+        words = {"activation_checkpointing": chosen.backbone}
+        changes["backbone"] = config.backbone.model_copy(update=words)
+    name, encoder = next(iter(config.encoders.items()))
+    # With a list of the backbone's, an encoder without words of its own would keep all.
+    own = chosen.encoder if chosen.encoder is not None else encoder.activation_checkpointing
+    if own is not None:
+        changes["encoders"] = {**config.encoders, name: encoder.model_copy(update={"activation_checkpointing": own})}
+    return config.model_copy(update=changes)
+
+
 def with_choices(
     config: RunConfig, reduction: Literal["microbatch", "step"], sharding: Literal["full", "gradients", "hybrid"]
 ) -> RunConfig:
@@ -94,21 +162,34 @@ def _needs(config: RunConfig, family: Family, group: BackboneGroup) -> list[Rank
         on_cpu=on_cpu,
         tower_tokens_per_row=_tower_tokens_per_row(config, family),
     )
+    return [RankNeed(*row) for row in _gathered([peak, _usable_nbytes(config, group)], group)]
+
+
+def _usable_nbytes(config: RunConfig, group: BackboneGroup) -> int:
+    """Of this rank's device; on a CPU, of one core's share of the memory."""
+    return _usable(config, memory_nbytes(group.device), on_cpu=group.device.type == "cpu")
+
+
+def _usable(config: RunConfig, memory_nbytes: int, *, on_cpu: bool) -> int:
+    if (given := config.backbone.usable_memory_nbytes) is not None:
+        return given
     share = colocated_shares(config)[1] if config.mode == "colocated" else config.backbone.num_devices
-    share = 1.0 if on_cpu else share
-    need = RankNeed(peak, int(memory_nbytes(group.device) * share * USABLE_SHARE))
-    found = torch.tensor([need.peak_nbytes, need.usable_nbytes])
+    return int(memory_nbytes * (1.0 if on_cpu else share) * USABLE_SHARE)
+
+
+def _gathered(values: list[int], group: BackboneGroup) -> list[list[int]]:
+    """Those of all ranks, by rank; collective."""
+    found = torch.tensor(values)
     of_all = [torch.empty_like(found) for _ in range(group.world_size)]
     dist.all_gather(of_all, found, group=group.process_group)
-    return [RankNeed(*row.tolist()) for row in of_all]
+    return [row.tolist() for row in of_all]
 
 
 def _foreseen(
     config: RunConfig, family: Family, degrees: Degrees, memory_nbytes: int, shard_size: int
 ) -> list[RankNeed]:
     """Of a rank of each pipeline stage."""
-    share = colocated_shares(config)[1] if config.mode == "colocated" else config.backbone.num_devices
-    usable, model, tokens = int(memory_nbytes * share * USABLE_SHARE), family.model_spec, _tower_tokens_per_row
+    usable, model, tokens = _usable(config, memory_nbytes, on_cpu=False), family.model_spec, _tower_tokens_per_row
     return [
         RankNeed(
             predicted_peak_nbytes(
@@ -171,13 +252,24 @@ def predicted_peak_nbytes(
     sharding. shard_size: data parallel ranks that share one set of shards. tower_tokens_per_row: tokens inside an
     encoder for each feature row.
     """
-    tokens = config.scheduler.microbatch_tokens
     # An interleaved schedule keeps most in flight with this many microbatches; 1F1B with these or more.
-    held = rank_chunks(configured_partition(config, model, degrees.pp), pp_rank, 2 * degrees.pp - 1)
-    setup = replace(configured_setup(config, on_cpu=on_cpu), dp=degrees.dp, tp=degrees.tp, shard_size=shard_size)
-    size = MicrobatchSize(tokens, tokens, tokens, math.ceil(tokens * tower_tokens_per_row))
-    encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
-    return predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder).peak
+    held = rank_chunks(configured_partition(config, model, degrees.pp), pp_rank, _most_in_flight(degrees))
+    setup = _setup(config, degrees, shard_size, on_cpu=on_cpu)
+    return memory_of_rank(model, held, setup, _largest(config, tower_tokens_per_row)).peak
+
+
+def _most_in_flight(degrees: Degrees) -> int:
+    return 2 * degrees.pp - 1
+
+
+def _setup(config: RunConfig, degrees: Degrees, shard_size: int, *, on_cpu: bool) -> TrainingSetup:
+    return replace(configured_setup(config, on_cpu=on_cpu), dp=degrees.dp, tp=degrees.tp, shard_size=shard_size)
+
+
+def _largest(config: RunConfig, tower_tokens_per_row: float) -> MicrobatchSize:
+    """The largest possible microbatch."""
+    tokens = config.scheduler.microbatch_tokens
+    return MicrobatchSize(tokens, tokens, tokens, math.ceil(tokens * tower_tokens_per_row))
 
 
 def _tower_tokens_per_row(config: RunConfig, family: Family) -> float:

@@ -202,8 +202,10 @@ class BackboneProfiler:
 
 
 def _with_one_word(config: RunConfig) -> RunConfig:
-    """Of a list of memory strategies, measure the one that most layers have."""
+    """Of a list of memory strategies, measure the one that most layers have; of ``adaptive`` full recomputation."""
     words = config.backbone.activation_checkpointing
+    if words == "adaptive":
+        words = ("full",)
     if isinstance(words, str):
         return config
     return config.model_copy(

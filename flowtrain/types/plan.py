@@ -127,6 +127,8 @@ class RankStart:
     peak: DevicePeak
     reduction: GradientReduction
     sharding: Sharding
+    recomputed: str = ""
+    """What each pipeline rank recomputes, for the user, if that was chosen at the start."""
 
 
 class UnitKind(enum.StrEnum):

@@ -39,6 +39,10 @@ def test_all_modes_stand_side_by_side_the_fastest_first() -> None:
         assert each["rate"] == pytest.approx(each["rate_formula"], rel=0.1)
         assert 0.0 < each["mfu"] < 0.65, "of which 0.65 is assumed to be reached inside layers"
         assert 0.0 <= each["starved"] < 1.0 and 0.0 <= each["bubble"] < 1.0
+        flow = each["flow"]
+        assert set(flow["blocked_s"]) == (set() if each["mode"] in ("llm_only", "monolithic") else {"vision"})
+        assert flow["pool_mean_nbytes"] <= flow["pool_peak_nbytes"] <= flow["pool_nbytes"]
+        assert flow["lost"] == {"encode_s": 0.0, "num_remade": 0}
 
 
 def test_one_mode_is_simulated_by_itself() -> None:
@@ -85,6 +89,9 @@ def test_the_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
         (("--trace", "step.txt"), "--trace step.txt: the ending must be .json"),
         (("--mode", "fast"), "fast"),
         (("--mode", "decoupled", "--compare"), "leave one out"),
+        (("--lose", "vision"), "losses (--lose) has 'vision'; write MODULE@SECONDS"),
+        (("--lose", "audio@3"), "losses (--lose) names 'audio', and the run has vision, feeder"),
+        (("--encoder-spread", "-1"), "encoder_spread (--encoder-spread) is -1.0; it must be 0 or more"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(arguments: tuple[str, ...], expected: str) -> None:
@@ -100,6 +107,14 @@ def test_python_gets_what_the_command_prints() -> None:
     assert len(first.run.steps) >= 4
 
 
+def test_lost_and_uneven_encoders_slow_a_run() -> None:
+    asked = (*SMALL, "--mode", "decoupled", "training.global_batch_size=256")
+    (quiet,) = record_of(*asked)["modes"]
+    (hit,) = record_of(*asked, "--lose", "vision@5+60", "--lose", "feeder@6", "--encoder-spread", "0.5")["modes"]
+    assert hit["flow"]["lost"]["encode_s"] > 0.0 and hit["flow"]["lost"]["num_remade"] > 0
+    assert hit["flow"]["starved_s"] > quiet["flow"]["starved_s"]
+
+
 def test_large_batches_are_simulated_by_a_part_of_the_replicas() -> None:
     # Packed in parts, which need not hold whole groups of shards.
     changes = ("training.global_batch_size=5000", "backbone.sharding=hybrid", "allocator.choose=[chunks]")
@@ -110,7 +125,10 @@ def test_large_batches_are_simulated_by_a_part_of_the_replicas() -> None:
 
 def test_one_device_carries_both_sides() -> None:
     # As fast as it is planned: encoder and backbone take turns, and neither has a device of its own.
-    report = flowtrain.simulate(QUICKSTART, ["mode=decoupled", "allocator.choose=[]"], devices=1, device="h200")
+    # By data sheets that is tens of thousands of samples/s, so it takes many feeders.
+    feeding = ["data.num_feeders=256", "training.global_batch_size=512"]
+    changes = ["mode=decoupled", "allocator.choose=[]", *feeding]
+    report = flowtrain.simulate(QUICKSTART, changes, devices=1, device="h200")
     (mode,) = report.modes
     assert mode.rate == pytest.approx(mode.rating.rate, rel=0.02)
     assert mode.rating.devices == 1 and mode.mfu < 0.65

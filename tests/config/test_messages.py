@@ -47,7 +47,7 @@ def refusal(path: Path, *overrides: str) -> str:
         (
             "backbone.activation_checkpointing=sometimes",
             "backbone.activation_checkpointing = 'sometimes': must be one of none, full, selective, offload, every_n, "
-            "or a list with a word for each decoder layer",
+            "adaptive, or a list with a word for each decoder layer",
         ),
         (
             "backbone.activation_checkpointing=[none, every_n]",

@@ -124,6 +124,22 @@ def test_a_frozen_encoders_stage_has_no_backward_in_its_time() -> None:
     assert times.reduce_s(stage, 0.0, is_last=True) == 0.0
 
 
+@pytest.mark.parametrize("encoder", [None, "vision"])
+def test_a_stage_recomputes_as_many_of_its_layers_as_it_names(encoder: str | None) -> None:
+    times = _times(1, 1, "full", "step")
+    times = replace(times, times=replace(times.times, freeze=()))  # with a trained encoder
+    keeping = replace(times, times=replace(times.times, setup=replace(SETUP, activation_checkpointing="none")))
+    stage = StageWork(8, is_first=False, is_last=False, encoder=encoder)
+    work = MicrobatchWork((2048,), 1024, 10, (1024, 512))
+    forward, backward = keeping.forward_s(stage, work), keeping.backward_s(stage, work)
+    for count in (0, 3, 8):
+        counted = replace(stage, recomputed=count)
+        assert times.forward_s(counted, work) == keeping.forward_s(counted, work) == pytest.approx(forward)
+        assert times.backward_s(counted, work) == pytest.approx(backward + count / 8 * forward)
+    whole = times.forward_s(stage, work) + times.backward_s(stage, work)
+    assert whole == pytest.approx(forward + times.backward_s(replace(stage, recomputed=8), work))
+
+
 def test_a_profiles_links_are_measured_so_they_are_reached_in_full() -> None:
     times, work = _times(1, 1, "full", "step"), MicrobatchWork((2048,), 1024, 10)
     config = load_config(REPOSITORY / "configs" / "quickstart.yaml")

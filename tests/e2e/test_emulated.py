@@ -29,7 +29,13 @@ BATCH, NUM_STEPS, NUM_EVAL = 8, 3, 4
 MODES: dict[str, tuple[str, ...]] = {
     "decoupled": ("encoders.vision.data_parallel_size=1", "encoders.vision.tensor_parallel_size=2"),
     "colocated": ("backbone.pipeline_parallel_size=2", "emulated.ranks_per_process=2"),
-    "monolithic": ("backbone.pipeline_parallel_size=2", "pipeline.encoder_layers=mixed", "backbone.sharding=full"),
+    "monolithic": (
+        "backbone.pipeline_parallel_size=2",
+        "backbone.sharding=full",
+        "backbone.activation_checkpointing=adaptive",
+        "pipeline.encoder_layers=mixed",
+        "pipeline.partition=balanced",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.export import export_run
 from flowtrain.controller.predict import run_workload
+from flowtrain.controller.prepare import prepare
 from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import ConfigError, WorkerLostError
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir, run_dir
-from flowtrain.types.plan import StepPlan
+from flowtrain.training.memory_choice import predicted_peak_nbytes
+from flowtrain.types.plan import Degrees, StepPlan
 from tests.e2e.disturbed import answers, exact_metrics, json_lines
 from tests.e2e.oracle import PlainLoop
 from tests.e2e.worlds import World, tiny_config
@@ -128,6 +131,41 @@ def test_a_mode_trains_as_the_plain_loop_does(
     predicted = run_workload(config).predictions
     assert [line["plan_digest"] for line in metrics] == [each.digest for each in predicted], "as flowtrain pack shows"
     check_ledger(config, [CORRUPT_ROW])
+
+
+SEARCHED = (
+    "backbone.pipeline_parallel_size=2",
+    "encoders.vision.trainable=true",
+    "pipeline.encoder_layers=mixed",
+    "pipeline.partition=balanced",
+    "backbone.activation_checkpointing=adaptive",
+)
+
+
+def test_a_searched_partition_and_adaptive_recomputation_train_as_the_plain_loop_does(
+    directory: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(directory, "monolithic", "searched", *SEARCHED, "data.eval=null")
+    searched = prepare(config)
+    assert searched.config.pipeline.counts is not None and len(searched.config.pipeline.counts) == 2
+    peaks = [
+        predicted_peak_nbytes(
+            override_config(searched.config, [f"backbone.activation_checkpointing={word}"]),
+            searched.model_spec,
+            Degrees(pp=2),
+            0,
+            shard_size=1,
+            on_cpu=True,
+        )
+        for word in ("full", "none")
+    ]
+    usable = f"backbone.usable_memory_nbytes={sum(peaks) // 2}"
+    assert run_training(override_config(config, [usable])).step == NUM_STEPS
+    loop = PlainLoop(config, {CORRUPT_ROW}, trains_encoder=True)
+    metrics = json_lines(run_dir(config).metrics)
+    assert [line["loss"] for line in metrics] == pytest.approx([loop.step().loss for _ in metrics], rel=1e-5)
+    told = re.search(r"adaptive: recomputed are on (pp0: .*; pp1: .*)", capfd.readouterr().err)
+    assert told is not None and " 0 of " not in told[1].partition(" and ")[0]
 
 
 def test_without_images_a_run_has_the_same_tokens(whole: Run) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowtrain.config.model import BackboneConfig
+from flowtrain.config.model import BackboneConfig, EncoderConfig
 from flowtrain.errors import ConfigError
 from flowtrain.pipeline.actions import MemoryStrategy, StageModule
 from flowtrain.pipeline.configured import configured_memory
@@ -16,8 +16,11 @@ KEEP = MemoryStrategy.KEEP
 WORDS = ["none", "full", "full", "full", "offload", "offload", "selective", "none"]
 
 
-def texts(partition, **settings):
-    config = SimpleNamespace(backbone=BackboneConfig(path="unused", **settings))
+def texts(partition, encoder=None, **settings):
+    config = SimpleNamespace(
+        backbone=BackboneConfig(path="unused", **settings),
+        encoders={"vision": EncoderConfig(path="unused", trainable=True, activation_checkpointing=encoder)},
+    )
     memory = configured_memory(config, partition)
     assert list(memory) == [(stage.module, stage.index) for stage in partition.stages]
     return [str(strategy) for strategy in memory.values()]
@@ -41,3 +44,17 @@ def test_a_list_is_for_decoder_layers():
 def test_a_list_has_a_word_for_each_layer():
     with pytest.raises(ConfigError, match=r"activation_checkpointing lists 8 layers, and the backbone has 6"):
         texts(even(3), activation_checkpointing=WORDS)
+
+
+def test_a_trained_encoder_may_have_words_of_its_own():
+    partition = with_encoder(1, "own", is_trained=True)
+    assert texts(partition, "full") == ["recompute", "keep"]
+    own = ["full"] * 3 + ["none"] * 5
+    assert texts(partition, own, activation_checkpointing="offload") == ["recompute*3+keep*5", "offload"]
+    assert texts(with_encoder(1, "own"), None, activation_checkpointing="full") == ["keep", "recompute"]
+    with pytest.raises(ConfigError, match=r"encoders.vision.activation_checkpointing lists 3 layers, and the encoder "):
+        texts(partition, own[:3])
+
+
+def test_adaptive_counts_as_full_until_ranks_have_chosen():
+    assert texts(with_encoder(1, "own", is_trained=True), activation_checkpointing="adaptive") == ["recompute"] * 2

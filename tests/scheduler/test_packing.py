@@ -15,7 +15,7 @@ from flowtrain.scheduler.packing.segment_tree import add, discard, empty_tree, s
 from flowtrain.scheduler.packing.sorting import descending_order, group
 from tests.scheduler.packing_problems import packing_problems
 
-METHODS = {"best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "sequential", "random"}
+METHODS = {"best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "groups", "sequential", "random"}
 OPEN_ENDED = sorted(METHODS - {"best_fit_balanced"})  # that one searches: fast for a step, too slow for a data set
 
 

@@ -45,7 +45,7 @@ def notes(
     winner, allocation = comparison.winner, comparison.allocation
     if winner.mode == "decoupled" and allocation is not None:
         yield from _split_notes(allocation)
-    counts = planned.config.pipeline.partition
+    counts = planned.config.pipeline.counts
     if counts is not None:
         pp, chunks = plan.backbone.pipeline_parallel_size, planned.config.pipeline.chunks
         for_pp = len(counts) // chunks

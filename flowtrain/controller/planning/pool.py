@@ -42,6 +42,13 @@ def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
     return _with_segments(plan, _remedy(planned, plan, need.segments_nbytes))
 
 
+def with_room(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
+    """Return the plan; that of a model file, which has no segments of its own, with room for the lookahead."""
+    if planned.is_run:
+        return plan
+    return _with_segments(plan, pool_need(planned, plan, devices_per_node).remedy)
+
+
 def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:
     """Return what the plan needs of the pool: nothing in modes without features."""
     if not plan.encoders:

@@ -97,13 +97,18 @@ class PlanReport:
     @cached_property
     def pool(self) -> PoolNeed:
         """What the plan needs of the memory pool."""
-        return pool_need(self.planned, self.plan, _devices_per_node(self.cluster))
+        return pool_need(self.planned, self.plan, self.devices_per_node)
 
     @cached_property
     def faults(self) -> tuple[Fault, ...]:
         """Why a run refuses the plan; empty if it does not."""
         of_pool = [self.pool.fault] if self.pool.fault is not None else []
         return (*plan_faults(self.planned, self.plan), *of_pool)
+
+    @property
+    def devices_per_node(self) -> int:
+        """The number on the largest nodes."""
+        return _devices_per_node(self.cluster)
 
     @property
     def num_nodes(self) -> int:

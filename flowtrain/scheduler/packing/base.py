@@ -47,6 +47,8 @@ class PackingRules:
     """Number of ranks that the bins are dealt to, the same number to each."""
     seed: int = 0
     """For methods that draw random numbers; the same seed gives the same bins."""
+    vision_quota: int | None = None
+    """Most vision work in a bin, for ``groups``; None: any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

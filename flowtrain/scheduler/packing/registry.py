@@ -8,6 +8,7 @@ from flowtrain.scheduler.packing.base import Packer
 from flowtrain.scheduler.packing.best_fit import best_fit
 from flowtrain.scheduler.packing.best_fit_balanced import best_fit_balanced
 from flowtrain.scheduler.packing.best_fit_decreasing import best_fit_decreasing
+from flowtrain.scheduler.packing.groups import groups
 from flowtrain.scheduler.packing.isf import isf
 from flowtrain.scheduler.packing.random_order import random_order
 from flowtrain.scheduler.packing.sequential import sequential
@@ -18,6 +19,7 @@ PACKERS: dict[str, Packer] = {
     "best_fit_decreasing": best_fit_decreasing,
     "balanced": balanced,
     "isf": isf,
+    "groups": groups,
     "sequential": sequential,
     "random": random_order,
 }

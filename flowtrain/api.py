@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flowtrain.config.home import expanded
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
@@ -390,7 +391,7 @@ def trace(
 
     Raises ConfigError if nothing trains there, FlowTrainError if the run ends before the trace is complete.
     """
-    return request_trace(RunDir(Path(run).expanduser().absolute()), steps, profiler, memory, progress)
+    return request_trace(RunDir(expanded(run).absolute()), steps, profiler, memory, progress)
 
 
 def export(

@@ -69,6 +69,10 @@ class DataError(FlowTrainError, RuntimeError):
     """The data as a whole cannot be used: a missing file, an unknown schema, too many rejected samples."""
 
 
+class RefusedDataError(ConfigError, DataError):
+    """The data cannot be used, found before work started: bad input, so the CLI exits with code 2."""
+
+
 class SourceReadError(FlowTrainError, OSError):
     """A source could not be read after retries. It fails the run; it never becomes a rejected sample."""
 

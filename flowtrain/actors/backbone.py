@@ -186,6 +186,7 @@ class BackboneRank:
         self._link = link
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
+        self._health.recall(first_step)
         self._answering = answering_of(self._config, self._family, self.trainer, self._replica.is_leader)
         self._spans.follow(link)
         self._windows.last_step = first_step + self._config.observability.trace.steps
@@ -339,6 +340,7 @@ class BackboneRank:
             host_s=self._take_host_s(),
             generated=generated,
             read_by_transport=self._pool.take_read_nbytes() if self._pool is not None else {},
+            is_spike=result.is_spike,
             sample_losses=result.sample_losses,
         )
         self._starved_s = self._fetch_s = 0.0

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from operator import getitem
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from flowtrain.config.home import expanded
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
@@ -192,7 +192,7 @@ def _nearest_key(path: KeyPath, values: Any) -> str | None:
 def read_plan(path: str | PathLike[str]) -> Plan:
     """Return the plan in a file; ConfigError if it cannot be read."""
     try:
-        return from_yaml(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+        return from_yaml(expanded(path).read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: the plan cannot be read: {error}") from error
 

@@ -53,7 +53,7 @@ class SourceConfig(StoredConfig):
     """One data source."""
 
     name: str | None = None
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, ge=1e-9, le=1e9)
     """Share in the mixture, relative to the other sources' weights."""
 
 
@@ -61,7 +61,7 @@ class EvalConfig(StoredConfig):
     """A held-out set: every ``every_steps`` steps the loss over its first ``max_samples`` samples."""
 
     every_steps: int = Field(100, ge=1)
-    max_samples: int = Field(256, ge=1)
+    max_samples: int = Field(256, ge=1, le=1 << 24)
     num_generated: int = Field(0, ge=0)
     """How many of these samples, from the first on, the model answers after each evaluation: always with the likeliest
     token. Each token is a forward pass."""
@@ -107,16 +107,16 @@ class DataConfig(ConfigModel):
     order: Literal["deterministic", "arrival"] = "deterministic"
     """``deterministic``: steps and the order of microbatches depend on the seed alone. ``arrival``: steps are built
     from the samples that are ready, within ``scheduler.lookahead_steps``."""
-    max_seq_len: int = Field(2048, ge=8)
+    max_seq_len: int = Field(2048, ge=8, le=1 << 26)
     """The most backbone tokens that one sample may have."""
     oversized: Literal["reject", "truncate_text"] = "reject"
     """What happens to a longer sample: it is rejected, or its text is cut at the end. Images are never cut: a sample is
     also rejected if its images alone are too long, or if no token with loss would be left."""
     max_rejected_fraction: float = Field(0.05, ge=0, le=1)
     """The run fails when a larger share of the samples is rejected."""
-    max_image_pixels: int = Field(64_000_000, ge=1)
+    max_image_pixels: int = Field(64_000_000, ge=1, le=1 << 40)
     """Larger images are rejected before they are decoded."""
-    max_image_nbytes: int = Field(8 << 20, ge=1 << 10)
+    max_image_nbytes: int = Field(8 << 20, ge=1 << 10, le=1 << 32)
     """The most bytes that the encoded images of one sample may have together. A feeder's segment holds a step of such
     samples."""
     max_text_nbytes: int | None = Field(None, ge=1 << 10)
@@ -129,12 +129,12 @@ class DataConfig(ConfigModel):
     grouping: GroupingConfig | None = None
     """Order the rows of each epoch in balanced groups. Needs one source, ``shuffle: rows``, ``order: deterministic``
     and ``scheduler.packing: groups``."""
-    shuffle_blocks: int = Field(64, ge=1)
+    shuffle_blocks: int = Field(64, ge=1, le=1 << 20)
     """Blocks of each source that are mixed."""
-    read_ahead_blocks: int = Field(1, ge=1)
+    read_ahead_blocks: int = Field(1, ge=1, le=1 << 16)
     """Blocks that each feeder reads at the same time, before their turn. More help where storage is slow. Each takes
     memory beside the segment: a parquet row group about four times its size while it is read."""
-    num_feeders: int | None = Field(None, ge=1)
+    num_feeders: int | None = Field(None, ge=1, le=4096)
     """Processes that read and size samples; None: as many as the rate of a ``flowtrain plan`` needs, at most
     one for each device, else one."""
     system_prompt: str | None = None

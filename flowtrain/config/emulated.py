@@ -19,12 +19,12 @@ class EmulatedConfig(ConfigModel):
 
     device: str = "h200"
     """A device of the table (``flowtrain plan --device``). Modules with an ``accelerator_type`` have that one."""
-    devices: int | None = Field(None, ge=1)
+    devices: int | None = Field(None, ge=1, le=1 << 20)
     """How many there are, for ``mode: auto``; None: as many as the configured degrees take."""
-    devices_per_node: int = Field(8, ge=1)
-    time_scale: float = Field(1.0, gt=0)
+    devices_per_node: int = Field(8, ge=1, le=1 << 16)
+    time_scale: float = Field(1.0, gt=0, le=1e6)
     """Factor of all waits. Above 1 a small machine keeps up with many devices; metrics are in the devices' time."""
-    ranks_per_process: int = Field(16, ge=1)
+    ranks_per_process: int = Field(16, ge=1, le=1 << 16)
     """Emulated devices of a process, whose actors are threads. A replica of the backbone is never divided."""
     profile: str | None = None
     """Times of a file that ``flowtrain profile`` wrote; None: by data sheets."""

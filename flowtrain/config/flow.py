@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from flowtrain.config.base import ConfigModel
+from flowtrain.config.base import MAX_DURATION_S, ConfigModel
 from flowtrain.config.trackers import tracker_faults
 from flowtrain.errors import ConfigError
 
@@ -20,15 +20,15 @@ class SchedulerConfig(ConfigModel):
     packing: Literal[
         "best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "groups", "sequential", "random"
     ] = "best_fit_balanced"
-    microbatch_tokens: int = Field(4096, ge=8)
+    microbatch_tokens: int = Field(4096, ge=8, le=1 << 26)
     """Capacity of one packed microbatch. ``data.max_seq_len`` limits one sample."""
     cost: Literal["eq3", "tokens", "flops", "profile"] = "eq3"
     cost_profile: str | None = None
     """The fitted costs that ``cost: profile`` uses: a ``cost_profile.json`` that an earlier run of this model wrote."""
-    num_buckets: int = Field(4, ge=1)
+    num_buckets: int = Field(4, ge=1, le=1 << 12)
     """Number of classes of similar cost."""
     dispatch: Literal["lpt", "zigzag", "round_robin"] = "lpt"
-    lookahead_steps: int = Field(2, ge=1)
+    lookahead_steps: int = Field(2, ge=1, le=1 << 16)
     """Units that are sized, planned and encoded ahead of the backbone. With ``data.order: arrival`` also the window W:
     the most steps that a position may wait."""
 
@@ -39,14 +39,14 @@ class PoolConfig(ConfigModel):
     feeder_segment_nbytes: int | None = Field(None, ge=1 << 16)
     """Memory that each feeder gives for texts and encoded images; None: what a worst-case step and the open blocks
     need (docs/running.md). Pages that are not used take no memory."""
-    max_processes: int = Field(1 << 16, ge=4)
+    max_processes: int = Field(1 << 16, ge=4, le=1 << 24)
     """N of the address space (FlowTrain 3.2): ``processes_per_node`` times the number of nodes. Reserving addresses
     costs nothing."""
-    processes_per_node: int = Field(256, ge=4)
+    processes_per_node: int = Field(256, ge=4, le=1 << 24)
     """Process indices that a node owns: encoders, ranks, feeders. A restarted process takes a new one."""
-    max_segment_nbytes: int = Field(1 << 36, ge=1 << 20)
+    max_segment_nbytes: int = Field(1 << 36, ge=1 << 20, le=1 << 46)
     """C of the address space (FlowTrain 3.2). Reserving addresses costs nothing."""
-    alignment: int = Field(256, ge=64, multiple_of=64)
+    alignment: int = Field(256, ge=64, le=1 << 30, multiple_of=64)
     """Bytes to which every extent is aligned; a multiple of 64, a cache line."""
     network: Literal["none", "auto", "nixl"] = "none"
     """How processes on several nodes read each other's memory. ``none`` keeps the run on one node. ``auto`` uses NIXL
@@ -56,7 +56,7 @@ class PoolConfig(ConfigModel):
     """How features reach the backbone. ``pool``: ranks read them in shared memory as soon as they are there.
     ``point_to_point``, for comparisons: ranks receive the features of a unit over sockets, all together once the unit
     is encoded, and encoders begin a unit when the one before is received. For one node."""
-    transfer_timeout_s: float = Field(30.0, gt=0)
+    transfer_timeout_s: float = Field(30.0, gt=0, le=MAX_DURATION_S)
     """The longest that a read between nodes may take, and that an owner of features may send nothing over a socket."""
     hbm_segment_nbytes: int = Field(0, ge=0)
     """Device memory that each encoder gives in addition, if it computes on an accelerator; 0: none."""
@@ -69,17 +69,17 @@ class PoolConfig(ConfigModel):
 class LimitsConfig(ConfigModel):
     """Limits on waiting, in seconds. When one passes, a message names who waits for what."""
 
-    placement_timeout_s: float = Field(120.0, gt=0)
-    start_timeout_s: float | None = Field(None, gt=0)
+    placement_timeout_s: float = Field(120.0, gt=0, le=MAX_DURATION_S)
+    start_timeout_s: float | None = Field(None, gt=0, le=MAX_DURATION_S)
     """For all backbone ranks to load and join their group; None: by the model's size (docs/running.md)."""
-    stall_warning_s: float = Field(60.0, gt=0)
-    stall_timeout_s: float = Field(900.0, gt=0)
-    lease_timeout_s: float = Field(600.0, gt=0)
-    collective_timeout_s: float = Field(600.0, gt=0)
+    stall_warning_s: float = Field(60.0, gt=0, le=MAX_DURATION_S)
+    stall_timeout_s: float = Field(900.0, gt=0, le=MAX_DURATION_S)
+    lease_timeout_s: float = Field(600.0, gt=0, le=MAX_DURATION_S)
+    collective_timeout_s: float = Field(600.0, gt=0, le=MAX_DURATION_S)
     """For one forward, backward, transfer or collective of the backbone; after that a rank hangs."""
-    stop_timeout_s: float = Field(60.0, gt=0)
+    stop_timeout_s: float = Field(60.0, gt=0, le=MAX_DURATION_S)
     max_encoder_restarts: int = Field(10, ge=0)
-    coordinator_timeout_s: float = Field(60.0, gt=5)
+    coordinator_timeout_s: float = Field(60.0, gt=5, le=MAX_DURATION_S)
     """For a sign of life of the coordinator, which answers the driver every few seconds."""
     max_coordinator_restarts: int = Field(5, ge=0)
     """How often all actors may go back to a checkpoint because the coordinator was lost; 0: that ends the run."""

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowtrain.config.earlier import in_todays_words
+from flowtrain.config.home import expanded
 from flowtrain.config.messages import Document, refusal, refused
 from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.paths import resolve_paths
@@ -36,14 +37,14 @@ def load_config(
     values, lines = _read(path)
     refuse_secrets(str(path), values, lines, overrides)
     document = Document(str(path), values, lines, _changed(values, overrides, plan), nearest_key)
-    return _build(document, Path(path).expanduser().resolve().parent, check_paths)
+    return _build(document, expanded(path).resolve().parent, check_paths)
 
 
 def config_of_text(text: str, path: Path, check_paths: bool = True) -> RunConfig:
     """Load a YAML text that is to become the file ``path``; raises ConfigError as ``load_config``."""
     values, lines = _parse(text, path)
     refuse_secrets(str(path), values, lines, ())
-    return _build(Document(str(path), values, lines, {}, nearest_key), path.expanduser().resolve().parent, check_paths)
+    return _build(Document(str(path), values, lines, {}, nearest_key), expanded(path).resolve().parent, check_paths)
 
 
 def load_resolved(path: Path) -> RunConfig:
@@ -85,7 +86,7 @@ def digest_of(values: Mapping[str, Any]) -> str:
 def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return the values of a YAML file, and the line of each key."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = expanded(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from error

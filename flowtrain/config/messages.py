@@ -38,6 +38,7 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "multiple_of": "a multiple of {multiple_of}",
     "literal_error": "{expected}",
+    "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
 _NEEDS_ITEMS = {"too_short": "at least {min_length}", "too_long": "at most {max_length}"}

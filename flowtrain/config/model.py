@@ -67,7 +67,7 @@ class EncoderConfig(ConfigModel):
     """Or its Hugging Face configuration, a mapping with ``model_type``; weights are then random."""
     image_processor: dict[str, Any] = Field(default_factory=dict)
     """Keys that override the image processor's (``size``, ``image_mean``, ...)."""
-    feature_layer: int = -2
+    feature_layer: int = Field(-2, ge=-4096, le=4096)
     """Hidden state whose rows are the features; -1 is the last."""
     feature_select: Literal["default", "full"] | None = None
     """``default`` drops a leading class token, ``full`` keeps it; None: chosen by the tower's type."""
@@ -78,21 +78,21 @@ class EncoderConfig(ConfigModel):
     word for each layer that is computed. None: the backbone's word; nothing if the backbone has a list."""
     data_parallel_size: int = Field(1, ge=1, le=4096)
     """Number of replicas. ``mode: colocated`` has one on each device of the backbone instead."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=4096)
     """Actors that split the layers of one replica, on one node."""
-    max_batch_patches: int = Field(4096, ge=1)
+    max_batch_patches: int = Field(4096, ge=1, le=1 << 26)
     """The most patches in one forward. Batches depend on positions and sizes alone."""
     segment_nbytes: int = Field(256 << 20, ge=1 << 16)
     """Memory that each replica gives to the pool."""
-    num_cpus: float = Field(1.0, ge=0)
+    num_cpus: float = Field(1.0, ge=0, le=1e6)
     """CPUs that Ray reserves for each actor; may be a fraction."""
     num_devices: float = Field(1.0, gt=0, le=1)
     """Share of an accelerator that each actor takes, if the cluster has some; below 1 others may share it."""
     accelerator_type: str | None = None
     """Type of accelerator, by Ray's name (``H200``); None: any."""
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(1, ge=1, le=4096)
     """Torch threads of each actor."""
-    decode_threads: int = Field(1, ge=1)
+    decode_threads: int = Field(1, ge=1, le=4096)
     """Additional threads of each replica that decode images."""
 
     @field_validator("activation_checkpointing", mode="before")
@@ -114,9 +114,9 @@ class BackboneConfig(ConfigModel):
 
     path: str | None = None
     config: dict[str, Any] | None = None
-    data_parallel_size: int = Field(1, ge=1)
-    tensor_parallel_size: int = Field(1, ge=1)
-    pipeline_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1, le=1 << 20)
+    tensor_parallel_size: int = Field(1, ge=1, le=4096)
+    pipeline_parallel_size: int = Field(1, ge=1, le=4096)
     context_parallel_size: int = Field(1, ge=1)
     attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
     """The kernel that runs packed sequences; ``auto`` chooses by device."""
@@ -125,7 +125,7 @@ class BackboneConfig(ConfigModel):
     (``selective``), or each ``checkpoint_every``-th layer (``every_n``). ``offload`` recomputes nothing: what layers
     keep waits in pinned host memory until their backward pass. ``adaptive``: on each pipeline rank as few layers as
     the memory allows, chosen at the start (docs/memory.md). A list has one word for each decoder layer."""
-    checkpoint_every: int = Field(2, ge=2)
+    checkpoint_every: int = Field(2, ge=2, le=1 << 16)
     usable_memory_nbytes: int | None = Field(None, ge=1)
     """The most device memory that a rank's training step may take, as far as it is predicted: for ``adaptive`` and the
     two ``auto`` below. None: 92 % of the device's."""
@@ -144,11 +144,11 @@ class BackboneConfig(ConfigModel):
     the last microbatch, so each rank holds whole float32 gradients until then. ``auto``: once a step if that fits."""
     compile: bool = False
     """Run ``torch.compile`` on the decoder layers."""
-    num_cpus: float = Field(1.0, ge=0)
+    num_cpus: float = Field(1.0, ge=0, le=1e6)
     num_devices: float = Field(1.0, gt=0, le=1)
     accelerator_type: str | None = None
-    num_threads: int = Field(1, ge=1)
-    prefetch_microbatches: int = Field(3, ge=1)
+    num_threads: int = Field(1, ge=1, le=4096)
+    prefetch_microbatches: int = Field(3, ge=1, le=1 << 16)
     """Microbatches that a rank reads from the pool ahead of training; it asks for half of them at once. With hundreds
     of replicas a larger number spares the coordinator questions."""
 

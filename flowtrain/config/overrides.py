@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flowtrain.config.yaml_text import Path, YamlError, dotted, parse_yaml
+from flowtrain.config.yaml_text import MAX_DEPTH, Path, YamlError, dotted, parse_yaml
 from flowtrain.errors import ConfigError
 
 
@@ -29,6 +29,8 @@ def _parse(text: str) -> tuple[tuple[str, ...], Any]:
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         raise ConfigError(f"override {text!r}: must look like section.key=value, e.g. training.max_steps=20")
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(f"override {text[:60]!r}...: {len(path)} names with dots; no key has more than {MAX_DEPTH}")
     try:
         return path, parse_yaml(value)[0]
     except YamlError as error:

@@ -15,7 +15,7 @@ from glob import has_magic, iglob
 from pathlib import Path as FilePath
 from typing import Any
 
-from flowtrain.config.messages import Document, fault_line
+from flowtrain.config.messages import Document, fault_line, show_value
 from flowtrain.config.schema import ANY
 from flowtrain.config.yaml_text import Path, dotted
 from flowtrain.errors import Fault, FaultCode
@@ -41,17 +41,23 @@ _WRITTEN_LATER: tuple[tuple[str, ...], ...] = (("allocator", "profile"), ("data"
 """Files that need not exist yet: ``flowtrain profile`` and ``flowtrain data check`` read the configuration and write
 them."""
 _DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".tar")
+_MAX_PATH_SHOWN = 300
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[Fault]:
     """Make the paths in ``values`` absolute, in place; returns a fault for each that does not exist (if ``check``)."""
     faults: list[Fault] = []
-    for pattern in _WRITTEN_LATER:
-        for holder, path in _holders(values, pattern, ()):
-            if _resolve(holder, path, config_dir, may_be_hub_id=False):
-                name = str(path[-1])
-                holder[name] = os.path.abspath(FilePath(holder[name]).expanduser())
+    if check and (problem := _unusable(values["runs_dir"])) is not None:
+        text = f"runs_dir = {values['runs_dir']!r}: {problem}"
+        faults.append(Fault("runs_dir", FaultCode.VALUE, fault_line(document, ("runs_dir",), text)))
+    for holder, path in (found for pattern in _WRITTEN_LATER for found in _holders(values, pattern, ())):
+        fault = _resolve(holder, path, config_dir, may_be_hub_id=False)
+        if fault and check and _unusable(holder[str(path[-1])]):
+            faults.append(Fault(dotted(path), FaultCode.VALUE, fault_line(document, path, fault)))
+        elif fault:
+            name = str(path[-1])
+            holder[name] = os.path.abspath(os.path.expanduser(holder[name]))
     for patterns, may_be_hub_id in ((_FILES, False), (_MODELS, True)):
         for pattern in patterns:
             for holder, path in _holders(values, pattern, ()):
@@ -68,11 +74,13 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
         return None  # the template itself, not the name of a file
     if "://" in text:
         return None
+    if (problem := _unusable(text)) is not None:
+        return f"{dotted(path)} = {show_value(text)}: {problem}"
     written = FilePath(text).expanduser()
     bases = [] if written.is_absolute() else [FilePath.cwd(), config_dir, config_dir.parent]
     for candidate in [base / written for base in bases] or [written]:
-        if candidate.exists():
-            if name == "image_root" and not candidate.is_dir():
+        if os.path.exists(candidate):  # Path.exists raises for a name that is too long
+            if name == "image_root" and not os.path.isdir(candidate):
                 return f"{dotted(path)} = {text!r}: must be a directory"
             holder[name] = str(candidate.resolve())
             return None
@@ -89,7 +97,17 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
     if path[0] == "data" and name == "path" and looks_like_hub_data(text):
         hub = f"; for the hub's data set of this name, write hf://datasets/{text}"
     missing = "no file matches" if is_pattern else "no such file or directory"
-    return f"{dotted(path)} = {text!r}: {missing}{where}{hub}"
+    shown = repr(text) if len(text) <= _MAX_PATH_SHOWN else show_value(text)
+    return f"{dotted(path)} = {shown}: {missing}{where}{hub}"
+
+
+def _unusable(text: str) -> str | None:
+    """Say why no file can have this path: a NUL in it, or a home directory of nobody."""
+    if "\0" in text:
+        return "no path has a NUL in it; take it out"
+    if not text.startswith("~") or not os.path.expanduser(text).startswith("~"):
+        return None
+    return f"{text.split('/')[0]} is no user's home directory here; write the path in full"
 
 
 def looks_like_hub_data(text: str) -> bool:

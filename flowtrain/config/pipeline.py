@@ -37,7 +37,7 @@ class PipelineConfig(ConfigModel):
 
     schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
     """``interleaved_1f1b`` gives each rank ``chunks`` slices of the layers."""
-    chunks: int = Field(1, ge=1)
+    chunks: int = Field(1, ge=1, le=4096)
     """Slices of the decoder layers on each rank."""
     partition: PartitionMethod | _Layers | None = None
     """Number of layers of each stage, in the order in which a microbatch passes them; None: balanced by the size of

@@ -54,6 +54,7 @@ _MAY_CHANGE = (
     "backbone.gradient_reduction",
     "backbone.sequence_parallel",
     "training.on_nonfinite",
+    "training.on_spike",
     "training.max_skipped_steps",
 )
 _MAY_GROW = ("training.max_steps", "training.num_epochs")

@@ -23,6 +23,7 @@ from flowtrain.config.modes import (
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
+from flowtrain.config.module_values import module_values_are_possible
 from flowtrain.config.parameter_names import ENCODERS, is_pattern
 from flowtrain.config.pipeline import PipelineConfig, partition_has_its_stages, schedule_has_its_chunks
 from flowtrain.config.put_plan import put_plan
@@ -31,14 +32,17 @@ from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import ENCODER_MODES, Mode, ModeChoice, Plan
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 
+MAX_REGION_NBYTES = 1 << 59
+"""Addresses of one tier of the pool (``mempool/gva.py``)."""
+
 
 class RunConfig(ConfigModel):
     """One training run, as written in one YAML file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's directory is ``<runs_dir>/<name>``."""
     runs_dir: str = "runs"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63)
     """Decides the order of the data and random initial weights."""
     mode: ModeChoice = "decoupled"
     """How encoders and backbone share devices and time (docs/modes.md). ``auto``: the one that ``flowtrain plan``
@@ -87,6 +91,7 @@ class RunConfig(ConfigModel):
             _hbm_has_a_device,
             _exchange_is_possible,
             _modules_have_an_origin,
+            module_values_are_possible,
             family_reads_its_keys,
             emulation_is_asked_for,
         )
@@ -277,6 +282,13 @@ def _segments_fit_the_space(config: RunConfig) -> Iterator[Fault]:
 
 def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
     backbone, limit = config.backbone, config.pool.max_processes
+    if limit * config.pool.max_segment_nbytes > MAX_REGION_NBYTES:
+        yield Fault(
+            "pool.max_segment_nbytes",
+            FaultCode.POOL,
+            f"pool.max_processes ({limit}) times pool.max_segment_nbytes ({config.pool.max_segment_nbytes}) is more "
+            f"than an address space of 64 bits has for a tier ({MAX_REGION_NBYTES} bytes); lower one of them",
+        )
     ranks = backbone.data_parallel_size * backbone.pipeline_parallel_size * backbone.tensor_parallel_size
     encoders = sum(map(config.encoder_replicas, config.encoders))
     needed = ranks + encoders + (config.data.num_feeders or 1)

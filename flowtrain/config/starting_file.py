@@ -6,12 +6,13 @@ import re
 from os import PathLike
 from pathlib import Path
 
+from flowtrain.config.home import expanded
 from flowtrain.errors import ConfigError
 
 
 def run_name(model: str) -> str:
     """Return a run's name for a directory or hub id: the last part of it, in small letters."""
-    last = Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.split("/")[-1]
+    last = expanded(model).resolve().name if expanded(model).is_dir() else model.split("/")[-1]
     name = re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")
     return name or "run"
 
@@ -22,7 +23,7 @@ def starting_file(model: str, output: str | PathLike[str] | None, force: bool) -
     Raises ConfigError if it is there already and ``force`` is false, if it cannot be a file, or if its name does not
     print.
     """
-    file = Path(output).expanduser() if output is not None else Path(f"{run_name(model)}.yaml")
+    file = expanded(output) if output is not None else Path(f"{run_name(model)}.yaml")
     if not file.name.isprintable():
         raise ConfigError(f"--output {str(file)!r}: the name has characters that do not print; choose another one")
     if not file.parent.is_dir():

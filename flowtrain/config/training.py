@@ -12,6 +12,8 @@ from flowtrain.config.base import ConfigModel
 from flowtrain.config.parameter_names import ENCODERS, MODULES, is_pattern, module_of, stands_for
 from flowtrain.errors import ConfigError, FaultCode
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class LearningRateConfig(ConfigModel):
     """Peak learning rate by module, and by patterns of parameter names (``model.freeze``), which win over modules.
@@ -80,11 +82,11 @@ class LearningRateConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """Optimisation."""
 
-    global_batch_size: int = Field(8, ge=1)
+    global_batch_size: int = Field(8, ge=1, le=1 << 20)
     """Samples of an optimizer step, over all ranks."""
     max_steps: int | None = Field(None, ge=1)
     """Length of the run; give either this or ``num_epochs``."""
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: float | None = Field(None, gt=0, le=1e9)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(1e-4, ge=0)
     """The peak."""
@@ -94,7 +96,7 @@ class TrainingConfig(ConfigModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, ge=0)
     """0 turns clipping off."""
@@ -104,8 +106,11 @@ class TrainingConfig(ConfigModel):
     on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
     """What follows a step whose loss or gradients are not finite. ``skip``: the step makes no update. ``stop``: the run
     ends with an error. ``rewind``: weights and optimizer go back to the last checkpoint, and the data goes on."""
+    on_spike: Literal["off", "skip", "stop", "rewind"] = "off"
+    """The same for a step whose loss stands far above those of the steps before it (docs/running.md). ``off``: it is a
+    step like any other."""
     max_skipped_steps: int = Field(10, ge=0)
-    """Steps in a row that may be skipped; one more ends the run with an error, or rewinds it."""
+    """Steps in a row that may be skipped for one of these; one more ends the run with an error, or rewinds it."""
 
     @model_validator(mode="after")
     def _one_end(self) -> TrainingConfig:

@@ -1,8 +1,9 @@
-"""The files that audit a run, on a disk that may be full: metrics, ledger, quarantine."""
+"""The files that audit a run, on a disk that may be full: metrics, ledger, quarantine, samples of skipped steps."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
 from flowtrain.observability.metrics import MetricsWriter, read_metrics
 from flowtrain.observability.quarantine import QuarantineWriter
 from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.skipped import SkippedWriter
 from flowtrain.types.events import LedgerRow as RowMessage
+from flowtrain.types.events import UnitDone
+from flowtrain.types.metrics import finite
 from flowtrain.types.run_events import RunEvent, StepFinished
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
 
@@ -96,7 +100,7 @@ class AuditFiles:
 
 
 class AuditTrail:
-    """Metrics, ledger and quarantine of one run. A resume cuts them back to its step.
+    """Metrics, ledger, quarantine and skipped samples of one run. A resume cuts them back to its step.
 
     first_step, consumed: steps done before this start, and their positions. note: as of ``AuditFiles``.
     """
@@ -115,6 +119,7 @@ class AuditTrail:
         self._metrics = MetricsWriter(files.metrics)
         self._ledger = LedgerWriter(files.ledger)
         self._quarantine = QuarantineWriter(files.quarantine, self._source_names, run_spec.indexes)
+        self._skipped = SkippedWriter(files.skipped)
         self._files = AuditFiles(note)
         self.cut_after(first_step, consumed)
 
@@ -123,6 +128,7 @@ class AuditTrail:
         self._num_buffered_rows = 0
         self._metrics.truncate_after(step)
         self._ledger.truncate_after(step)
+        self._skipped.truncate_after(step)
         first_eval = eval_position_after(self._run_spec.evaluations, step)
         self.num_rejected = self._quarantine.keep(
             lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
@@ -148,6 +154,28 @@ class AuditTrail:
         if self._num_buffered_rows >= MAX_BUFFERED_ROWS:
             self._flush_ledger()
 
+    def skip(self, done: UnitDone) -> None:
+        """List the samples of a training step that made no update."""
+        reason = "spike" if done.reports[0].is_spike else "not finite"
+        losses = {each.position: each.loss for report in done.reports for each in report.sample_losses}
+        samples = [
+            {
+                "step": row.step,
+                "reason": reason,
+                "position": row.position,
+                "source": self._source_names[row.source],
+                "row": row.row,
+                "epoch": row.epoch,
+                "dp_rank": row.dp_rank,
+                "microbatch": row.slot,
+                "loss": finite(losses.get(row.position)),
+                "is_finite": None if row.position not in losses else math.isfinite(losses[row.position]),
+            }
+            for row in done.ledger
+            if row.state == LedgerState.CONSUMED.value
+        ]
+        self._files.attempt(self._skipped, self._skipped.write, samples)
+
     def quarantine(self, rejection: Rejection) -> bool:
         """Write a rejected sample; returns False for one of an evaluation that an earlier round has rejected too."""
         if rejection.ref.position >= EVAL_POSITION_BASE:
@@ -167,11 +195,12 @@ class AuditTrail:
         self._flush_ledger()
         self._files.attempt(self._metrics, self._metrics.sync)
         self._files.attempt(self._quarantine, self._quarantine.sync)
-        self._files.check_written(self._ledger, self._metrics, self._quarantine)
+        self._files.attempt(self._skipped, self._skipped.sync)
+        self._files.check_written(self._ledger, self._metrics, self._quarantine, self._skipped)
 
     def close(self) -> None:
         """Close the files; ledger rows after the last flush are dropped. Errors are logged."""
-        for writer in (self._metrics, self._quarantine):
+        for writer in (self._metrics, self._quarantine, self._skipped):
             self._files.close(writer, writer.close)
 
     def _flush_ledger(self) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -19,6 +20,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller import local_ray
 from flowtrain.errors import ResourceError
 from flowtrain.mempool.transports.nixl_agent import NIXL_INSTALL, nixl_module
 
@@ -36,6 +38,9 @@ POOL_WAYS_OUT = (
     "data.shuffle_blocks, training.global_batch_size, data.num_feeders or encoders.*.segment_nbytes (docs/running.md)"
 )
 
+_NO_START = (ray.exceptions.AuthenticationError, ConnectionError, RuntimeError, TimeoutError, ValueError)
+"""What ``ray.init`` raises when it can neither start nor connect."""
+
 PROBE_TIMEOUT_S = 180.0
 """How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker, from a shared file
 system perhaps."""
@@ -45,43 +50,70 @@ system perhaps."""
 def connected(config: RunConfig) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local one that ends with this process.
 
-    Token authentication is left as Ray has it (on). The dashboard of a local one listens on localhost alone.
+    Token authentication is left as Ray has it (on). The dashboard of a local one listens on localhost alone, only its
+    owner can read its token, and its temporary directory goes with it.
     """
     if ray.is_initialized():
         yield
         return
-    try:
-        _connect(config)
-    except ray.exceptions.AuthenticationError as error:
-        raise ResourceError(f"Ray refuses to start without its token: {error}") from error
+    with local_ray.quiet():
+        session = _connect(config)
     try:
         yield
     finally:
         ray.shutdown()
+        if session is not None:
+            local_ray.remove_session(session)
 
 
-def _connect(config: RunConfig) -> None:
+def _connect(config: RunConfig) -> Path | None:
+    """Return the temporary directory of a local cluster; None if it is another's."""
     namespace = f"flowtrain-{config.name}"
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        ray.init(
-            address="local",
-            namespace=namespace,
-            num_cpus=os.cpu_count(),
-            include_dashboard=config.observability.dashboard,
-            dashboard_host="127.0.0.1",
-            log_to_driver=True,
-            logging_level=logging.ERROR,  # its advice here is to switch token authentication off
-        )
-        return
+        local_ray.keep_token_private(os.environ, creates=_has_tokens_by_default())
+        try:
+            started: Any = ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=os.cpu_count(),
+                include_dashboard=config.observability.dashboard,
+                dashboard_host="127.0.0.1",
+                log_to_driver=True,
+                logging_level=logging.ERROR,  # its advice here is to switch token authentication off
+            )
+        except _NO_START as error:
+            raise ResourceError(
+                f"Ray does not start on this machine: {_first_line(error)}; look at the room in /tmp and in /dev/shm, "
+                "and at the limits of processes and open files (ulimit -a)"
+            ) from error
+        session = Path(started.address_info["session_dir"])
+        local_ray.mark_session(session)
+        local_ray.remove_dead_sessions(session.parent)
+        return session
     try:
-        ray.init(namespace=namespace, log_to_driver=True)
-    except ConnectionError as error:
+        ray.init(namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
+    except _NO_START as error:
         raise ResourceError(
-            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: {error}; set "
+            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: "
+            f"{_first_line(error)}; set "
             "RAY_AUTH_MODE=token and give the cluster's token (~/.ray/auth_token or RAY_AUTH_TOKEN_PATH), or unset "
             "RAY_ADDRESS to train on this machine alone"
         ) from error
+    local_ray.warn_of_open_token(os.environ)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    """What Ray says, without its advice, which is to switch token authentication off."""
+    said = error.message if isinstance(error, ray.exceptions.AuthenticationError) else str(error)
+    return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+
+
+def _has_tokens_by_default() -> bool:
+    """Whether this Ray gives every local cluster a token."""
+    major, minor = ray.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 59)
 
 
 def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Network = "none") -> Strategy:

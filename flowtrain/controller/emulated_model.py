@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from flowtrain.allocator.model_file import read_model_file
+from flowtrain.config.home import expanded
 from flowtrain.config.load import override_config
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.run import RunConfig
@@ -57,8 +58,8 @@ def emulated_run(
     Its settings are those with which ``flowtrain plan`` plans the file, on emulated devices; overrides may change any.
     bytes_per_pixel: of an encoded picture. Raises ConfigError.
     """
-    file, target = read_model_file(Path(model_file).expanduser()), Path(directory) / f"{Path(model_file).stem}.parquet"
-    raw = parse_yaml(Path(model_file).expanduser().read_text(encoding="utf-8"))[0]
+    file, target = read_model_file(expanded(model_file)), Path(directory) / f"{Path(model_file).stem}.parquet"
+    raw = parse_yaml(expanded(model_file).read_text(encoding="utf-8"))[0]
     if len(raw["encoders"]) != 1:
         raise ConfigError.of(
             "encoders",

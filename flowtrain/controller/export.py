@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from flowtrain.config.home import expanded
 from flowtrain.config.parameter_names import ENCODERS
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
@@ -57,9 +58,9 @@ def export_run(
     weights, and about the memory that the export takes. best: take the best one by ``checkpoint.keep_best`` instead.
     Raises ConfigError or CheckpointError if there is nothing to export.
     """
-    run = RunDir(run_dir.expanduser().absolute())
+    run = RunDir(expanded(run_dir).absolute())
     config = run.load_config()
-    target = run.export if to is None else to.expanduser().absolute()
+    target = run.export if to is None else expanded(to).absolute()
     if target != run.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name another directory with --to, or remove it")
     checkpoint = next(_best_first(run, config) if best else intact_newest_first(run.checkpoints), None)

@@ -22,12 +22,13 @@ from flowtrain.data.feed import sampler_from_config, with_vision_quota
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.emulation.check import check_emulated, check_emulated_profile
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, DataError, RefusedDataError
 from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
 from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
+from flowtrain.models.weights import check_builds
 from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
@@ -101,7 +102,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_startable(config)
     check_emulated(config)
     check_trackers(config.observability)
-    indexes = SourceSet.index(config.data)
+    indexes = _indexed(config)
     sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
@@ -111,6 +112,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     num_eval = max((each.num_samples for each in evaluations), default=0)
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
+    check_modules(config, family)
     check_parameter_names(config, family)
     spec = family.model_spec
     check_emulated_profile(config, spec)
@@ -142,6 +144,22 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
     )
+
+
+def _indexed(config: RunConfig) -> tuple[SourceIndex, ...]:
+    try:
+        return SourceSet.index(config.data)
+    except DataError as error:
+        raise RefusedDataError(str(error)) from error
+
+
+def check_modules(config: RunConfig, family: Family) -> None:
+    """Raise ConfigError if a module that is given by its configuration cannot be built."""
+    for name, encoder in config.encoders.items():
+        if encoder.config is not None:
+            check_builds(family.vision_config, f"encoders.{name}")
+    if config.backbone.config is not None:
+        check_builds(family.text_config, "backbone")
 
 
 def check_parameter_names(config: RunConfig, family: Family) -> None:

@@ -10,7 +10,7 @@ from flowtrain.controller.evaluations import Evaluations, StepLosses
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.run_rates import RunRates
 from flowtrain.controller.state import Role
-from flowtrain.controller.step_meter import StepMeter
+from flowtrain.controller.step_meter import StepMeter, role_and_rank
 from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import ends_step
@@ -22,12 +22,13 @@ from flowtrain.types.events import (
     Event,
     Rejected,
     Rejoined,
+    SlowFound,
     SpansRecorded,
     UnitDone,
 )
 from flowtrain.types.metrics import StepMetrics
 from flowtrain.types.plan import DevicePeak, UnitKind
-from flowtrain.types.run_events import EvaluationFinished, Quarantined, Restarted, StepFinished
+from flowtrain.types.run_events import EvaluationFinished, Quarantined, Restarted, StepFinished, StragglerFound
 from flowtrain.types.samples import SamplerState
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class Recorder:
             self._take_rejections(event)
         elif isinstance(event, Rejoined):
             self._tell_restart(event.name, event.down_s)
+        elif isinstance(event, SlowFound):
+            self._tell_slow(event)
         else:  # the controller's own
             assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded), event
 
@@ -170,6 +173,8 @@ class Recorder:
         self.sampler_states[step] = done.sampler_state
         self._release_held(None)
         self._held = self._meter.measured(done)
+        if self._held.skipped:
+            self._audit.skip(done)
         if ends_step(self._run_spec.evaluations, done.unit):
             self._release_held(None)
 
@@ -204,6 +209,22 @@ class Recorder:
         """Tell of an actor's last death, unless it was told. down_s: until it worked again; None: it does not."""
         if (restart := self._restarts.pop(name, None)) is not None:
             self._stream.emit(replace(restart, down_s=down_s))
+
+    def _tell_slow(self, event: SlowFound) -> None:
+        role = role_and_rank(event.name)[0]
+        self._stream.emit(
+            StragglerFound(
+                step=self._stream.step,
+                role=role,
+                name=event.name,
+                ratio=event.ratio,
+                num_workers=event.num_workers,
+            )
+        )
+        self._stream.warn(
+            f"{event.name} is a straggler: it takes {event.ratio:.1f} times as long for the same work as the median of "
+            f"{event.num_workers} of its role; look at its node (other jobs, clocks, storage), or leave that node out"
+        )
 
     def _take_rejections(self, event: Rejected) -> None:
         self.num_rejected, self.num_seen = event.num_rejected, event.num_seen

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowtrain.config.home import expanded
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.observability.files import replace_text
@@ -33,8 +34,8 @@ def write_report(
     text = build_report(roots, options)
     file = output
     if file is None:
-        file = RunDir(roots[0].expanduser()).report if len(roots) == 1 else Path(COMPARISON)
-    file = file.expanduser().absolute()
+        file = RunDir(expanded(roots[0])).report if len(roots) == 1 else Path(COMPARISON)
+    file = expanded(file).absolute()
     try:
         replace_text(file, text)
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flowtrain.config.commented_yaml import comment, commented_yaml
+from flowtrain.config.home import expanded
 from flowtrain.config.load import config_of_text
 from flowtrain.config.model import EncoderConfig, ModelConfig
 from flowtrain.config.run import RunConfig
@@ -217,7 +218,7 @@ def _has_data_sheet() -> bool:
 
 def _absolute(path: str) -> str:
     """A local path or pattern as it is found from anywhere; URLs and hub ids stay."""
-    local = Path(path).expanduser()
+    local = expanded(path)
     is_local = "://" not in path and (local.is_absolute() or local.exists() or has_magic(path))
     return os.path.abspath(local) if is_local else path
 

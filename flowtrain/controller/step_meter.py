@@ -66,7 +66,7 @@ class StepMeter:
         report, scale = done.reports[0], self.time_scale
         step_time_s = max(finished_s - started_s, 1e-9) / scale
         assert report.lr is not None and report.grad_norm is not None
-        is_skipped = not (math.isfinite(report.loss) and math.isfinite(report.grad_norm))
+        is_skipped = report.is_spike or not (math.isfinite(report.loss) and math.isfinite(report.grad_norm))
         self.num_skipped += is_skipped
         metrics = StepMetrics(
             step=done.unit.step,
@@ -111,6 +111,7 @@ class StepMeter:
             retries=self._num_retries,
             restarts=self._num_restarts,
             pool=pool_uses(done.pool),
+            spike=report.is_spike,
         )
         self._num_restarts = self._num_retries = 0
         self._read_nbytes.clear()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowtrain.allocator.mode_rating import ModeRating
+from flowtrain.config.home import expanded
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import at_hand
@@ -128,7 +129,7 @@ def _rate(config: RunConfig, plan: Plan) -> float:
     """Samples/s of a plan's steps while encoders and backbone both work."""
     idle_ends = config.scheduler.lookahead_steps + 1
     steps = NUM_STEPS + 2 * idle_ends
-    root = Path(config.runs_dir).expanduser()
+    root = expanded(config.runs_dir)
     root.mkdir(parents=True, exist_ok=True)
     # Ranks on other nodes must see it too.
     with tempfile.TemporaryDirectory(prefix=".trial-", dir=root) as directory:

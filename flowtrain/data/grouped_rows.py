@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from flowtrain.config.home import expanded
 from flowtrain.costs.flops import IntArray
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.scheduler.grouping import isf_groups
@@ -36,7 +36,7 @@ class GroupedRows:
         Raises ConfigError if it cannot be read, or is of other data.
         """
         try:
-            with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
+            with expanded(path).open(newline="", encoding="utf-8-sig") as file:
                 table = csv.DictReader(file)
                 missing = [name for name in _COLUMNS if name not in (table.fieldnames or ())]
                 if missing:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain.config.data import DataConfig, Shuffle
+from flowtrain.config.home import expanded
 from flowtrain.costs.flops import IntArray
 from flowtrain.data.sampler import Sampler
 from flowtrain.errors import ConfigError
@@ -41,7 +42,7 @@ class LengthsFile:
         missing column or the line of a bad value.
         """
         try:
-            with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
+            with expanded(path).open(newline="", encoding="utf-8-sig") as file:
                 rows = csv.DictReader(file, skipinitialspace=True)
                 _check_columns(str(path), rows.fieldnames or ())
                 sizes = [_sizes(str(path), rows.line_num, row) for row in rows]

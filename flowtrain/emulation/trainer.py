@@ -45,6 +45,9 @@ class EmulatedGroup:
 class EmulatedTrainer:
     """Stands in for a rank's ``Trainer``: runs its action lists; the loss is 0, since nothing is computed."""
 
+    recent = None
+    """No loss is a spike."""
+
     def __init__(
         self,
         config: RunConfig,

@@ -32,7 +32,7 @@ from flowtrain.types.messages import (
     RoomOrder,
     Span,
 )
-from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.plan import EncodeBatch, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SamplerState
 
 ASK_AGAIN = LeaseOrder(None, (), stop=False)
@@ -73,6 +73,7 @@ class Flow:
         self.feeding = feeding
         self.trace = FlowTrace(log, members, steps, parts.holdings)
         self._in_turn = in_turn
+        parts.leases.on_done = self._encoded
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
         self._outdated: set[int] = set()  # feeders that still size what an earlier flow has asked for
 
@@ -120,7 +121,7 @@ class Flow:
         if self.members.is_living(owner):
             self.trace.lost(owner, for_good)
         self.members.withdraw(owner)
-        self.log.forget(owner)
+        self.log.forget(owner, self.members.name_of(owner))
         self._grown.discard(owner)
         self._outdated.discard(owner)
         self.parts.owner_lost(owner, for_good)
@@ -219,6 +220,10 @@ class Flow:
         if (has_grown or refused) and self.members.is_living(owner):
             self._grown.add(owner)
         return tuple(refused)
+
+    def _encoded(self, owner: int, batch: EncodeBatch, seconds: float) -> None:
+        if self.members.is_living(owner):
+            self.log.encoded(self.members.name_of(owner), seconds, batch.num_patches)
 
     def lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool = True) -> LeaseOrder | None:
         """Return what an encoder does now, or None if it must wait (for memory, for the lookahead, for sizes).

@@ -19,6 +19,7 @@ from flowtrain.flow.records import (
     PositionRecord,
 )
 from flowtrain.types.messages import ImageBytes, Lease, Remake
+from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import FED_PARTS, SampleRef
 
 _DESCRIBED_PARTS = 8
@@ -48,6 +49,8 @@ class Leases:
         self._lost_owners: set[int] = set()
         self.on_unleased: Callable[[BatchRecord], None] = lambda batch: None
         """Called when no lease of a batch is left that has kept images."""
+        self.on_done: Callable[[int, EncodeBatch, float], None] = lambda owner, batch, seconds: None
+        """Called with the owner of a lease of a whole batch that was produced, and the seconds since it was granted."""
 
     def add_feeder(self, owner: int, feeder: int) -> None:
         """Note that an owner is the process of a feeder; what the owner loses is produced again by that feeder."""
@@ -175,6 +178,8 @@ class Leases:
             record = self._leases[part.lease_id]
             record.unreported.discard(position)
             if not record.unreported:
+                if len(record.lease.needed) == len(record.lease.batch.positions):
+                    self.on_done(record.owner, record.lease.batch, self._clock() - record.granted_s)
                 self._close(record)
 
     def forget_batch(self, record: BatchRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from flowtrain.flow.steps import PlannedUnit
+from flowtrain.flow.stragglers import StragglerWatch
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill, slot_costs, slot_imbalances
 from flowtrain.types.events import (
@@ -18,11 +20,13 @@ from flowtrain.types.events import (
     LedgerRow,
     Rejected,
     Rejoined,
+    SlowFound,
     SpansRecorded,
     UnitDone,
 )
 from flowtrain.types.memory import PoolStats, SegmentUse, Tier
 from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
 from flowtrain.types.tracing import Counter as TraceCounter
 
@@ -57,6 +61,7 @@ class EventLog:
         self._read_by_transport: Counter[str] = Counter()
         self._num_retries = 0
         self._produced_mark = 0
+        self._encoders, self._replicas = StragglerWatch(), StragglerWatch()
         self.epoch_s = time.time() - time.monotonic()
         """What turns the monotonic time of this process into the run's clock."""
 
@@ -116,9 +121,14 @@ class EventLog:
         if stats is not None:
             self.segments[owner] = stats
 
-    def forget(self, owner: int) -> None:
+    def forget(self, owner: int, name: str) -> None:
         """Note that a process is gone, with its segment."""
         self.segments.pop(owner, None)
+        self._encoders.forget(name)
+
+    def encoded(self, name: str, seconds: float, num_patches: int) -> None:
+        """Note that an encoder has produced what it leased. seconds: since the lease."""
+        self._encoders.add(name, seconds, max(1, num_patches))
 
     def blocked(self, seconds: float) -> None:
         """Add seconds in which an encoder had nothing to encode."""
@@ -186,7 +196,8 @@ class EventLog:
         plan = planned.plan
         reports = tuple(sorted(self._reports.pop(plan.unit.index), key=attrgetter("dp_rank")))
         source_losses = _source_losses(reports, rows)
-        reports = tuple([replace(each, sample_losses=()) for each in reports])  # the driver needs no more of them
+        if not _made_no_update(reports[0]):  # the driver lists the samples of such a step
+            reports = tuple([replace(each, sample_losses=()) for each in reports])
         self._tell(
             UnitDone(
                 unit=plan.unit,
@@ -214,10 +225,23 @@ class EventLog:
             )
         )
         self._tell(*self._refitter.take(plan, reports))
+        self._compare(plan, reports)
         self._produced_mark = num_produced
         self._blocked_s = 0.0
         self._read_by_transport.clear()
         self._num_retries = 0
+
+    def _compare(self, plan: StepPlan, reports: Sequence[RankReport]) -> None:
+        """Look for stragglers. With collectives inside a microbatch, replicas wait for the slow one and look alike."""
+        for report, cost in zip(reports, slot_costs(plan).sum(axis=0).tolist(), strict=True):
+            if report.microbatch_s and cost > 0.0:
+                self._replicas.add(f"backbone-dp{report.dp_rank}-pp0-tp0", sum(report.microbatch_s), cost)
+        slow = [*self._encoders.found(), *self._replicas.found()]
+        self._tell(*[SlowFound(each.name, each.ratio, each.num_workers) for each in slow])
+
+
+def _made_no_update(report: RankReport) -> bool:
+    return report.is_spike or not (math.isfinite(report.loss) and math.isfinite(report.grad_norm or 0.0))
 
 
 def of_replica(members: Sequence[RankReport]) -> RankReport:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedConfig
 
+from flowtrain.config.home import expanded
 from flowtrain.config.model import Dtype
 from flowtrain.errors import ConfigError
 from flowtrain.models.families.registry import FAMILIES
@@ -67,7 +67,7 @@ def checkpoint_kind(model: str) -> CheckpointKind:
     Raises ConfigError, which names the reason, for what FlowTrain does not train: models that bring code of their own
     (``trust_remote_code``), mixtures of experts, video models, vision towers alone, and types without a family.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if not folder.is_dir() and _LOOKS_LIKE_A_PATH.match(model):
         raise ConfigError(f"{model}: there is no such directory, and it is no hub id (owner/name)")
     model = str(folder.resolve()) if folder.is_dir() else model

@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedConfi
 
 from flowtrain.errors import ConfigError
 from flowtrain.models.towers import image_size, tower_kind
-from flowtrain.models.weights import did_you_mean
+from flowtrain.models.weights import did_you_mean, in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,22 @@ def processor_or(
         if not hasattr(processor, name):
             hint = did_you_mean(name, processor.to_dict())
             raise ConfigError(f"{key}.image_processor.{name} is no setting of {type(processor).__name__}{hint}")
-    return type(processor)(**{**processor.to_dict(), **overrides}) if overrides else processor
+    return _overridden(processor, overrides, f"{key}.image_processor") if overrides else processor
+
+
+def _overridden(processor: BaseImageProcessor, overrides: Mapping[str, Any], key: str) -> BaseImageProcessor:
+    try:
+        return type(processor)(**{**processor.to_dict(), **overrides})
+    except Exception as error:  # HF's classes compute with values that nothing has checked
+        raise unusable(key, type(processor).__name__, overrides, error) from error
+
+
+def unusable(key: str, what: str, overrides: Mapping[str, Any], error: Exception) -> ConfigError:
+    """Return the error of an image processor that cannot work with its settings. what: the class, or what it does."""
+    return ConfigError(
+        f"{key}: {what} cannot use the settings of the image processor ({', '.join(overrides)}): {in_a_line(error)}; "
+        "correct them, or leave them out"
+    )
 
 
 def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from flowtrain.errors import ConfigError
@@ -30,6 +31,7 @@ from flowtrain.models.weight_files import reading, safetensors_files
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
+_MAX_SHOWN = 400
 _LEGACY_CONFIG_KEYS = frozenset({"rope_theta", "rope_scaling", "dtype", "torch_dtype", "architectures"})
 
 
@@ -86,14 +88,45 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
         raise ConfigError(f"{key}.config has no model_type; give one (qwen3, llama, siglip_vision_model, ...)")
     try:
         known = vars(AutoConfig.for_model(model_type))
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}.config.model_type: transformers knows no {model_type!r}") from error
-    for name in values.keys() - known.keys() - _LEGACY_CONFIG_KEYS:
+    for name in sorted(values.keys() - known.keys() - _LEGACY_CONFIG_KEYS):
         raise ConfigError(f"{key}.config.{name} is no setting of {model_type}{did_you_mean(name, known)}")
     try:
         return AutoConfig.for_model(model_type, **values)
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"{key}.config: {model_type} refuses it: {error}") from error
+    except Exception as error:  # HF's classes compute with values that nothing has checked
+        raise ConfigError(f"{key}.config: {model_type} refuses it: {in_a_line(error)}") from error
+
+
+def check_builds(config: PreTrainedConfig, key: str) -> None:
+    """Build a module with one layer, on no device: some values of its configuration fail only there.
+
+    key: configuration key of the module. Imports the model's code. Raises ConfigError that says what the class makes of
+    it; a class that only a whole model has is not tried.
+    """
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
+    if type(config) not in known:
+        return
+    small = copy.deepcopy(config)
+    try:
+        for name in ("num_hidden_layers", "depth"):
+            if isinstance(getattr(small, name, None), int):
+                setattr(small, name, 1)
+        if isinstance(getattr(small, "layer_types", None), list):
+            small.layer_types = small.layer_types[:1]
+        with torch.device("meta"), no_init_weights():
+            known[type(small)]._from_config(small, dtype=torch.float32)
+    except Exception as error:  # HF's classes compute with values that nothing has checked
+        raise ConfigError(
+            f"{key}.config: no {config.model_type} can be built with these values: {in_a_line(error)}; correct them, "
+            "or leave out those that the model's own documentation does not name"
+        ) from error
+
+
+def in_a_line(error: Exception) -> str:
+    """What an error of another library says, short and in one line."""
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'}"
 
 
 def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -12,6 +12,7 @@ from flowtrain.types.run_events import (
     RunEvent,
     RunStarted,
     StepFinished,
+    StragglerFound,
 )
 
 
@@ -41,6 +42,9 @@ class Callback:
     def on_quarantine(self, event: Quarantined) -> None:
         """A sample was rejected."""
 
+    def on_straggler(self, event: StragglerFound) -> None:
+        """An encoder or a replica of the backbone is much slower than the others."""
+
     def on_note(self, event: Noted) -> None:
         """A line for the user."""
 
@@ -55,6 +59,7 @@ _METHODS: dict[type, str] = {
     CheckpointFinished: "on_checkpoint",
     Restarted: "on_restart",
     Quarantined: "on_quarantine",
+    StragglerFound: "on_straggler",
     Noted: "on_note",
     RunEnded: "on_run_end",
 }

@@ -20,6 +20,7 @@ from flowtrain.types.run_events import (
     RunEvent,
     RunStarted,
     StepFinished,
+    StragglerFound,
 )
 
 MAX_TEXT_LENGTH = 10_000
@@ -33,6 +34,7 @@ NAMES: dict[type, str] = {
     CheckpointFinished: "checkpoint",
     Restarted: "restart",
     Quarantined: "quarantined",
+    StragglerFound: "straggler",
     Noted: "note",
     RunEnded: "run_ended",
 }

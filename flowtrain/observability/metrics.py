@@ -10,8 +10,8 @@ from flowtrain.observability.files import MAX_WAITING_NBYTES, JsonLines, read_js
 from flowtrain.types.metrics import StepMetrics
 
 
-class MetricsWriter:
-    """Writes one line per step; after a kill, a reader sees each line complete or not at all.
+class StepLines:
+    """Lines that belong to steps; after a kill, a reader sees each line complete or not at all.
 
     A line that cannot be written is kept and written later, see ``JsonLines``.
     """
@@ -19,10 +19,6 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines = JsonLines(path)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Append a step; raises OSError if it cannot be written now."""
-        self._lines.append(metrics.as_record())
 
     @property
     def holds_too_much(self) -> bool:
@@ -45,6 +41,14 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file; idempotent."""
         self._lines.close()
+
+
+class MetricsWriter(StepLines):
+    """Writes one line per step."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append a step; raises OSError if it cannot be written now."""
+        self._lines.append(metrics.as_record())
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowtrain.config.home import expanded
 from flowtrain.config.load import dump_resolved, load_resolved
 from flowtrain.config.resume import check_resumable
 from flowtrain.config.run import RunConfig
@@ -60,6 +61,11 @@ class RunDir:
     def quarantine(self) -> Path:
         """Rejected samples with their reasons."""
         return self.root / "quarantine.jsonl"
+
+    @property
+    def skipped(self) -> Path:
+        """The samples of steps that made no update."""
+        return self.root / "skipped_samples.jsonl"
 
     @property
     def trace(self) -> Path:
@@ -130,12 +136,12 @@ class RunDir:
 
 def run_dir(config: RunConfig) -> RunDir:
     """The run's directory; nothing is created."""
-    return RunDir(Path(config.runs_dir).expanduser().absolute() / config.name)
+    return RunDir(expanded(config.runs_dir).absolute() / config.name)
 
 
 def find_run(run: str | os.PathLike[str]) -> Path:
     """Return the directory of a run, given by its path or by its name under ``./runs``; raises ConfigError."""
-    candidates = [Path(run).expanduser(), Path("runs") / run]
+    candidates = [expanded(run), Path("runs") / run]
     for candidate in candidates:
         if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
             return candidate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import torch.distributed as dist
 
 from flowtrain.config.training import TrainingConfig
 from flowtrain.errors import NonFiniteError
+from flowtrain.observability.metrics import read_metrics
+from flowtrain.observability.run_dir import RunDir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.nonfinite import NonFinitePolicy, Reaction
+from flowtrain.training.spikes import WINDOW_STEPS
 from flowtrain.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
@@ -50,9 +54,19 @@ class TrainingHealth:
         self._checkpoints = checkpoints
         self._wait_saved = wait_saved
         self._policy = NonFinitePolicy(config.on_nonfinite, config.max_skipped_steps)
+        on_spike = "skip" if config.on_spike == "off" else config.on_spike
+        self._spikes = NonFinitePolicy(on_spike, config.max_skipped_steps)
         self._last: StepResult | None = None
         self._rewound_to: int | None = None
         self._is_save_put_off = False
+
+    def recall(self, step: int) -> None:
+        """Read the losses until ``step`` from the run's metrics, so that spikes are the same as without a resume.
+
+        Metrics are complete up to a checkpoint's step.
+        """
+        if self._trainer.recent is not None:
+            self._trainer.recent.replace(_losses_until(RunDir(self._checkpoints.parent).metrics, step))
 
     def after_step(self, step: int, result: StepResult) -> Verdict:
         """Judge a training step; rewinds if the policy says so."""
@@ -62,13 +76,24 @@ class TrainingHealth:
         rewound_to, self._rewound_to = self._rewound_to, None
         if result.is_finite:
             self._policy.after_step(True)
+        if not result.is_spike:
+            self._spikes.after_step(True)
+        if result.is_finite and not result.is_spike:
             return Verdict(rewound_to)
         if self._is_lead:
             logger.warning(
-                "step %d makes no update, since it is not finite: loss %g, norm of the gradients %g",
-                *(step, result.loss, result.grad_norm),
+                "step %d makes no update, since %s: loss %g, norm of the gradients %g",
+                *(
+                    step,
+                    "its loss is a spike" if result.is_spike else "it is not finite",
+                    result.loss,
+                    result.grad_norm,
+                ),
             )
-        error = self._react(step, "steps whose loss or gradients are not finite")
+        if result.is_spike:
+            error = self._react(step, "steps whose loss is a spike", self._spikes)
+        else:
+            error = self._react(step, "steps whose loss or gradients are not finite", self._policy)
         latest, self._rewound_to = self._rewound_to, None
         return Verdict(rewound_to if latest is None else latest, error)
 
@@ -87,7 +112,7 @@ class TrainingHealth:
             return True
         if self._is_lead:
             logger.warning("no checkpoint of step %d: weights or optimizer state are not finite", step)
-        self.raise_together(self._react(step, "weights or optimizer state that are not finite"))
+        self.raise_together(self._react(step, "weights or optimizer state that are not finite", self._policy))
         return False
 
     def check_end(self, step: int) -> None:
@@ -108,13 +133,13 @@ class TrainingHealth:
             dist.barrier(group=self._trainer.group.process_group)
             raise error
 
-    def _react(self, step: int, what: str) -> NonFiniteError | None:
-        reaction = self._policy.after_step(False)
+    def _react(self, step: int, what: str, policy: NonFinitePolicy) -> NonFiniteError | None:
+        reaction = policy.after_step(False)
         if reaction is Reaction.GO_ON:
             return None
         last = self._last_checkpoint()
-        if reaction is Reaction.STOP or last is None or not self._policy.may_rewind_to(last):
-            return self._error(step, f"{what}, {self._policy.streak} in a row", last)
+        if reaction is Reaction.STOP or last is None or not policy.may_rewind_to(last):
+            return self._error(step, f"{what}, {policy.streak} in a row", last)
         directory = checkpoint_store.final_directory(self._checkpoints, last)
         if self._is_lead:
             logger.warning("after step %d weights and optimizer go back to %s; the data goes on", step, directory)
@@ -144,17 +169,26 @@ class TrainingHealth:
         if checkpoint is not None:
             kept = f"the last healthy checkpoint is {checkpoint_store.final_directory(self._checkpoints, checkpoint)}"
             resume = (
-                "; or, if only some data is bad (ledger.parquet has the rows of each step), --resume with "
+                "; or, if only some data is bad (skipped_samples.jsonl has the rows of these steps), --resume with "
                 "training.on_nonfinite=rewind or more training.max_skipped_steps"
             )
         return NonFiniteError(
             f"step {step}: training diverged: {what} (loss {result.loss:g}, norm of the gradients "
-            f"{result.grad_norm:g}, learning rate {result.lr:g}); training.on_nonfinite is {config.on_nonfinite} and "
-            f"training.max_skipped_steps is {config.max_skipped_steps}; {kept}. Ways out: a lower "
-            "training.learning_rate, more training.warmup_steps or a lower training.max_grad_norm in a run under "
-            f"another name{resume}"
+            f"{result.grad_norm:g}, learning rate {result.lr:g}); training.on_nonfinite is {config.on_nonfinite}, "
+            f"training.on_spike is {config.on_spike} and training.max_skipped_steps is {config.max_skipped_steps}; "
+            f"{kept}. Ways out: a lower training.learning_rate, more training.warmup_steps or a lower "
+            f"training.max_grad_norm in a run under another name{resume}"
         )
 
     @property
     def _is_lead(self) -> bool:
         return self._trainer.group.rank == 0
+
+
+def _losses_until(metrics: Path, step: int) -> Iterable[float]:
+    """Return the losses of the last steps up to ``step`` that made an update, the oldest first."""
+    losses: deque[float] = deque(maxlen=WINDOW_STEPS)
+    if step:
+        updated = (each for each in read_metrics(metrics) if each["step"] <= step and not each.get("skipped"))
+        losses.extend(each["loss"] for each in updated if each["num_samples"] and each["loss"] is not None)
+    return losses

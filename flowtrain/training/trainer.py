@@ -37,6 +37,7 @@ from flowtrain.training.optimizer import (
     sum_of_squares,
 )
 from flowtrain.training.snapshot import HostBuffers, Snapshot, copy_nbytes, take_snapshot
+from flowtrain.training.spikes import LossWindow
 from flowtrain.training.stages import Stages
 from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.training.work_spans import SpanRecorder
@@ -59,6 +60,8 @@ class StepResult:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+    is_spike: bool = False
+    """The loss stood far above those before it, and the step made no update (``training.on_spike``)."""
     sample_losses: tuple[SampleLoss, ...] = ()
     """Only those of the samples whose loss this rank computed; empty unless the data has several sources."""
 
@@ -113,6 +116,8 @@ class Trainer:
             record=record,
             row_losses=len(config.data.sources) > 1,  # with one source its loss is that of the step
         )
+        self.recent: LossWindow | None = None if self.config.on_spike == "off" else LossWindow()
+        """The losses by which a spike is known; None: no step is one."""
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
@@ -185,21 +190,24 @@ class Trainer:
             self.model.reshard()  # an evaluation has no backward that does it
             return _result(totals, actual, None, None)
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
-        grad_norm = 0.0
+        grad_norm, is_spike = 0.0, False
         with self.stages.spans.span("optimizer", step=plan.unit.step):
             if actual:
                 correction = planned_denominator(plan, self.config.loss_normalization) / actual
-                grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
+                is_spike = self.recent is not None and self.recent.is_spike(totals.loss_sum / actual)
+                grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum) and not is_spike)
             else:
                 logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
             self.optimizer.zero_grad(set_to_none=True)
         if self._guard is not None and (changed := self._guard.after_step(self._memory)) is not None:
             self._memory = changed
         result = _result(totals, actual, grad_norm, self.config.learning_rate * factor)
-        return replace(result, sample_losses=self._sample_losses())
+        if self.recent is not None and actual and result.is_finite and not is_spike:
+            self.recent.add(result.loss)
+        return replace(result, is_spike=is_spike, sample_losses=self._sample_losses())
 
-    def _update(self, correction: float, lr_factor: float, loss_is_finite: bool) -> float:
-        """One optimizer step, if loss and gradients are finite; returns the norm of the gradients before clipping."""
+    def _update(self, correction: float, lr_factor: float, loss_is_healthy: bool) -> float:
+        """One optimizer step, if all is healthy; returns the norm of the gradients before clipping."""
         self._tied.sum_gradients()
         gradients = gradients_of(self.optimizer)
         if correction != 1.0:
@@ -208,7 +216,7 @@ class Trainer:
             self._before_optimizer(self.model)
         norm = self._gradient_norm()
         self.stages.spans.caught_up()  # the host has waited for the norm
-        if not (loss_is_finite and math.isfinite(norm)):
+        if not (loss_is_healthy and math.isfinite(norm)):
             return norm  # see training/health.py
         if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:
             scale_gradients(gradients, clip)

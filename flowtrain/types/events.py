@@ -148,6 +148,18 @@ class CostFitted:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowFound:
+    """An encoder, or a replica of the backbone, is much slower than the others of its role."""
+
+    name: str
+    """Of the encoder's actor, or of the replica's first rank."""
+    ratio: float
+    """Its time for the same work over the median of its role."""
+    num_workers: int
+    """Of its role that were compared."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpansRecorded:
     """Spans and counters for the trace."""
 
@@ -155,4 +167,4 @@ class SpansRecorded:
     counters: tuple[Counter, ...] = ()
 
 
-Event = UnitDone | Rejected | Rejoined | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded
+Event = UnitDone | Rejected | Rejoined | CheckpointWritten | CheckpointFailed | CostFitted | SlowFound | SpansRecorded

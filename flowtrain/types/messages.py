@@ -169,6 +169,8 @@ class RankReport:
     """Of an evaluation, from the first rank of the replica: what the model answered to some of its samples."""
     read_by_transport: dict[str, int] = field(default_factory=dict)
     """Bytes that this rank read from the pool since its last report, texts included, by transport."""
+    is_spike: bool = False
+    """The loss stood far above those before it, so that the step made no update."""
     sample_losses: tuple[SampleLoss, ...] = ()
     """Of the samples of a training step whose loss this rank computed; empty if all samples are of one source."""
 

@@ -81,7 +81,7 @@ class StepMetrics:
     rejected: int
     """Samples rejected so far."""
     skipped: bool = False
-    """The loss or the gradients were not finite, and the step made no update."""
+    """The loss or the gradients were not finite, or the loss was a spike, and the step made no update."""
     skipped_steps: int = 0
     """Steps of the run that were skipped so far."""
     emulated: str | None = None
@@ -107,6 +107,8 @@ class StepMetrics:
     """Actors that were started again since the step before."""
     pool: tuple[PoolUse, ...] = ()
     """Of each process that gives memory, or of each role where they are many."""
+    spike: bool = False
+    """The loss stood far above those of the steps before (``training.on_spike``)."""
     timestamp: float = field(default_factory=time.time)
     """End of the step, in seconds since the Unix epoch."""
     schema: int = METRICS_SCHEMA

@@ -141,6 +141,22 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerFound:
+    """A worker is much slower than the others of its role; it is named once, and again after it recovered."""
+
+    step: int
+    role: str
+    """``encoder`` or ``backbone``."""
+    name: str
+    """Its actor; of a replica of the backbone, the first rank."""
+    ratio: float
+    """Its time for the same work over the median of its role."""
+    num_workers: int
+    """Of its role that were compared: encoders, or replicas of the backbone."""
+    timestamp: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
     """A line for the user."""
 
@@ -164,5 +180,13 @@ class RunEnded:
 
 
 RunEvent = (
-    RunStarted | StepFinished | EvaluationFinished | CheckpointFinished | Restarted | Quarantined | Noted | RunEnded
+    RunStarted
+    | StepFinished
+    | EvaluationFinished
+    | CheckpointFinished
+    | Restarted
+    | Quarantined
+    | StragglerFound
+    | Noted
+    | RunEnded
 )

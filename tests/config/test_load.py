@@ -109,7 +109,9 @@ def test_the_realistic_example_names_hub_models_and_the_users_data() -> None:
     seed=st.integers(0, 2**63),
     learning_rate=st.floats(0, 1),
     prompt=st.none() | st.text(max_size=20),
-    hf_config=st.dictionaries(st.text(max_size=6), st.none() | st.booleans() | st.integers() | st.text(max_size=6)),
+    hf_config=st.dictionaries(
+        st.text(max_size=6), st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=6)
+    ),
 )
 def test_dump_and_load_round_trip(
     seed: int,

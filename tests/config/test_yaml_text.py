@@ -68,6 +68,23 @@ def test_anchors_and_merges_work() -> None:
     assert value["other"] == {"x": 1, "y": 3}
 
 
+def bomb(depth: int, row: str) -> str:
+    rows = [row.format(name=number, inner=", ".join([f"*a{number - 1}"] * 9)) for number in range(1, depth)]
+    return "\n".join(["a0: &a0 {x: 1}", *rows])
+
+
+@pytest.mark.parametrize("row", ["a{name}: &a{name} [{inner}]", "a{name}: &a{name} {{<<: [{inner}], y{name}: 1}}"])
+def test_aliases_and_merges_count_where_they_stand(row: str) -> None:
+    assert len(parse_yaml(bomb(4, row))[0]) == 4
+    with pytest.raises(YamlError, match="more than 10000 keys and values, aliases and merges counted"):
+        parse_yaml(bomb(9, row))
+
+
+def test_the_first_of_several_merges_counts_and_a_key_of_its_own_more() -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {y: 2, z: 2}\nc: {<<: [*a, *b], z: 3}\n"
+    assert parse_yaml(text)[0]["c"] == {"x": 1, "y": 1, "z": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -77,6 +94,18 @@ def test_anchors_and_merges_work() -> None:
         ("a: [1, 2\n", "line 2: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("a: !!python/object:os.system x\n", "line 1: not valid YAML: could not determine a constructor"),
         ("a: \x00", "not valid YAML: unacceptable character"),
+        ("a: !!int abc\n", "line 1: 'abc' cannot be read as int; write a plain value, without !!int"),
+        ("a: !!float abc\n", "line 1: 'abc' cannot be read as float"),
+        ("a: !!bool abc\n", "line 1: 'abc' cannot be read as bool"),
+        ("a: !!timestamp 2020-99-99\n", "line 1: !!timestamp is no type of a configuration; leave it out"),
+        ("a: " + "9" * 5000, "line 1: '9999"),
+        ('a: "\\ud800"', "line 1: '\\ud800' has half of a surrogate pair in it"),
+        ("? [a, b]\n: 1\n", "line 1: key a list or mapping in the top level must be text"),
+        ("a: &a {<<: *a}\n", "line 1: an alias refers to something that contains it"),
+        ("<<: 1\n", "line 1: << in the top level must be given a mapping, or a list of mappings"),
+        ("a: " + "[" * 500 + "]" * 500, "line 1: more than 50 mappings and lists inside each other; write it flatter"),
+        ("".join(f"k{n}: {n}\n" for n in range(11_000)), "line 5000: more than 10000 keys and values"),
+        ("x" * (1 << 21), "2097152 characters, more than a configuration has (262144)"),
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,21 +213,32 @@ def config() -> RunConfig:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Arguments of ``ray.init``, and None for each ``ray.shutdown``."""
     noted: list[Any] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **arguments: noted.append(arguments))
+    session = tmp_path / "session_2026_1"
+    session.mkdir()
+
+    def init(**arguments: Any) -> SimpleNamespace:
+        noted.append(arguments)
+        return SimpleNamespace(address_info={"session_dir": str(session)})
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(ray, "shutdown", lambda: noted.append(None))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return noted
 
 
-def test_alone_a_local_cluster_starts_and_ends(config: RunConfig, calls: list[Any]) -> None:
+def test_alone_a_local_cluster_starts_and_ends(config: RunConfig, calls: list[Any], tmp_path: Path) -> None:
     with connected(config):
         assert calls[0]["address"] == "local" and calls[0]["dashboard_host"] == "127.0.0.1"
         assert calls[0]["namespace"] == "flowtrain-kite"
+        assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "session_2026_1").is_dir()
     assert calls[1:] == [None]
+    assert not (tmp_path / "session_2026_1").exists(), "Ray's temporary directory goes with the run"
 
 
 def test_a_named_cluster_is_connected_to(config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

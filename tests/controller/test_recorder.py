@@ -30,12 +30,29 @@ from flowtrain.observability.stream import EventStream
 from flowtrain.observability.trace import read_spans
 from flowtrain.scheduler.cost import eq3
 from flowtrain.types.evaluation import EvalRounds
-from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, Rejoined, SpansRecorded, UnitDone
+from flowtrain.types.events import (
+    CheckpointWritten,
+    Event,
+    LedgerRow,
+    Rejected,
+    Rejoined,
+    SlowFound,
+    SpansRecorded,
+    UnitDone,
+)
 from flowtrain.types.memory import SegmentUse, Tier
-from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.messages import RankReport, SampleLoss, Span
 from flowtrain.types.metrics import PoolUse, StepMetrics
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
-from flowtrain.types.run_events import EvaluationFinished, Noted, Quarantined, Restarted, RunEvent, StepFinished
+from flowtrain.types.run_events import (
+    EvaluationFinished,
+    Noted,
+    Quarantined,
+    Restarted,
+    RunEvent,
+    StepFinished,
+    StragglerFound,
+)
 from flowtrain.types.run_plan import Mode
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 from flowtrain.types.sources import SourceIndex
@@ -399,6 +416,38 @@ def test_closing_says_what_is_lost_and_raises_nothing(world: World, caplog: pyte
             recorder.take(event)
         recorder.close()
     assert "metrics.jsonl lacks its last lines" in caplog.text
+
+
+def test_the_samples_of_a_step_without_an_update_are_listed_until_a_resume_does_it_again(world: World) -> None:
+    def with_reports(step: int, **changes: Any) -> UnitDone:
+        event = done(train_unit(step))
+        return replace(event, reports=tuple([replace(each, **changes) for each in event.reports]))
+
+    losses = (SampleLoss(BATCH, 2.5, 1), SampleLoss(BATCH + 1, float("nan"), 1))
+    recorder = world.record(
+        with_reports(1),
+        with_reports(2, loss=float("nan"), sample_losses=losses),
+        with_reports(3, is_spike=True),
+    )
+    recorder.flush(3)
+    lines = [json.loads(line) for line in world.files.skipped.read_text().splitlines()]
+    assert [line["position"] for line in lines] == list(range(BATCH, 3 * BATCH))
+    assert {line["step"]: line["reason"] for line in lines} == {2: "not finite", 3: "spike"}
+    assert [(line["loss"], line["is_finite"]) for line in lines[:3]] == [(2.5, True), (None, False), (None, None)]
+    assert (lines[1]["source"], lines[1]["row"], lines[1]["dp_rank"]) == ("dogs", BATCH + 1, 0)
+    assert [line["spike"] for line in world.metrics()] == [False, False, True]
+    assert recorder.num_skipped == 2
+    recorder.close()
+    world.open(2)
+    assert {json.loads(line)["step"] for line in world.files.skipped.read_text().splitlines()} == {2}
+
+
+def test_a_straggler_is_an_event_and_a_warning(world: World) -> None:
+    world.record(done(train_unit(1)), SlowFound("encoder-3", 2.25, 8))
+    event, note = world.told[-2:]
+    assert isinstance(event, StragglerFound) and isinstance(note, Noted)
+    assert (event.role, event.name, event.ratio, event.num_workers, event.step) == ("encoder", "encoder-3", 2.25, 8, 1)
+    assert note.level == "warning" and "encoder-3 is a straggler: it takes 2.2 times as long" in note.text
 
 
 def test_steps_that_were_skipped_are_counted_over_a_resume(world: World) -> None:

@@ -162,8 +162,8 @@ SMALL_LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1,
         ({"backbone": {"config": {"model_type": "qwen3_next"}}}, "linear_attention"),
         ({"backbone": {"config": {"model_type": "gemma2"}}}, "final_logit_softcapping"),
         (
-            {"backbone": {"config": {**SMALL_LLAMA, "hidden_size": "x"}}},
-            "(?s)backbone.config: llama refuses it.*hidden_size",
+            {"backbone": {"config": {**SMALL_LLAMA, "rms_norm_eps": "x"}}},
+            "(?s)backbone.config: llama refuses it.*rms_norm_eps",
         ),
         (
             {"backbone": {"config": {**SMALL_LLAMA, "num_key_value_heads": 3}}},

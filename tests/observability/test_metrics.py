@@ -22,7 +22,7 @@ KEYS = [
     *("num_microbatches", "packing_fill", "dp_imbalance", "pool_dram_nbytes", "pool_hbm_nbytes"),
     *("eval_loss", "rejected", "skipped", "skipped_steps", "emulated", "host_s", "rewound_to"),
     *("eval_losses", "source_losses", "slot_imbalance", "lookahead_steps", "read_nbytes_by_transport"),
-    *("retries", "restarts", "pool"),
+    *("retries", "restarts", "pool", "spike"),
 ]
 
 

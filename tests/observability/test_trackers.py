@@ -68,7 +68,18 @@ def test_the_numbers_of_a_step_are_those_of_its_line(make_metrics: Any) -> None:
     scalars = step_scalars(metrics)
     assert scalars["source_losses/a"] == 1.0 and scalars["read_nbytes_by_transport/nixl"] == 5
     assert scalars["slot_imbalance"] == 0.4 and scalars["tokens_per_s"] == 2000.0
-    for missing in ("loss", "source_losses/b", "step", "timestamp", "schema", "pool", "plan_digest", "mfu", "skipped"):
+    for missing in (
+        "loss",
+        "source_losses/b",
+        "step",
+        "timestamp",
+        "schema",
+        "pool",
+        "plan_digest",
+        "mfu",
+        "skipped",
+        "spike",
+    ):
         assert missing not in scalars
     assert "slot_imbalance" not in step_scalars(make_metrics(3))
 

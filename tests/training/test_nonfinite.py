@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.health import TrainingHealth, Verdict
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
 from flowtrain.training.nonfinite import MAX_REWINDS, NonFinitePolicy, Reaction
+from flowtrain.training.spikes import LEAST_STEPS
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Degrees
 from tests.training.ranks import CPU, TinyFamily, make_batch, make_config, make_plan
@@ -64,8 +66,11 @@ def test_a_rewind_needs_a_checkpoint_and_does_not_go_to_the_same_one_for_ever() 
 class World:
     """One rank that trains a step at a time, and spoils gradients, loss or weights where a test says so."""
 
-    def __init__(self, group: BackboneGroup, root: Path, mode: Mode = "skip", limit: int = 10) -> None:
-        config = make_config(training={"on_nonfinite": mode, "max_skipped_steps": limit, "learning_rate": 1e-3})
+    def __init__(
+        self, group: BackboneGroup, root: Path, mode: Mode = "skip", limit: int = 10, on_spike: str = "off"
+    ) -> None:
+        training = {"on_nonfinite": mode, "on_spike": on_spike, "max_skipped_steps": limit, "learning_rate": 1e-3}
+        config = make_config(training=training)
         self.spoil: str | None = None
         self.root, self.saved, self.step = root, 0, 0
         self.trainer = Trainer(config, TinyFamily(), group, num_steps=50, before_optimizer=self._before_optimizer)
@@ -85,6 +90,8 @@ class World:
         execute(actions, self.trainer.stages, lambda index: batch)
         if spoil == "loss":
             self.trainer._loss_sums[0] = torch.tensor(float("nan"))
+        if spoil == "spike":
+            self.trainer._loss_sums[0] = self.trainer._loss_sums[0] * 100
         result = self.trainer.finish_unit()
         if spoil == "weights":
             next(iter(self.weights.values())).view(-1)[0] = float("inf")
@@ -126,7 +133,8 @@ MakeWorld = Callable[..., World]
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
     group = init_backbone_group(0, Degrees(), CPU)
-    yield lambda *args: World(group, tmp_path, *args)
+    (tmp_path / "checkpoints").mkdir()
+    yield lambda *args: World(group, tmp_path / "checkpoints", *args)
     group.close()
 
 
@@ -262,3 +270,58 @@ def test_a_run_must_not_end_with_weights_that_are_not_finite(make_world: MakeWor
     world.run("weights")
     with pytest.raises(NonFiniteError, match="ends with weights"):
         world.health.check_end(1)
+
+
+# --- spikes ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_on_spike_a_spike_is_a_step_like_any_other(make_world: MakeWorld) -> None:
+    world = make_world()
+    for _ in range(LEAST_STEPS):
+        world.run()
+    before = world.state()
+    assert world.run("spike") == Verdict() and not same(world.state(), before)
+
+
+def test_a_spike_makes_no_update_and_is_not_remembered(make_world: MakeWorld) -> None:
+    world = make_world("stop", 2, "skip")
+    for _ in range(LEAST_STEPS):
+        world.run()
+    before, limit = world.state(), world.trainer.recent.limit
+    assert [world.run("spike").error for _ in range(2)] == [None, None]
+    assert same(world.state(), before) and world.trainer.recent.limit == limit
+    assert world.run() == Verdict() and not same(world.state(), before), "the next step is a step like any other"
+    errors = [world.run("spike").error for _ in range(3)]
+    assert errors[:2] == [None, None] and "steps whose loss is a spike, 3 in a row" in str(errors[2])
+    assert "training.on_spike is skip" in str(errors[2])
+
+
+def test_a_spike_stops_or_rewinds_by_choice(make_world: MakeWorld) -> None:
+    world = make_world("skip", 0, "rewind")
+    for _ in range(LEAST_STEPS):
+        world.run()
+    world.save()
+    saved = world.state()
+    world.run()
+    assert world.run("spike") == Verdict(rewound_to=LEAST_STEPS) and same(world.state(), saved)
+    world = make_world("skip", 5, "stop")
+    for _ in range(LEAST_STEPS):
+        world.run()
+    assert isinstance(world.run("spike").error, NonFiniteError)
+
+
+def test_a_resumed_run_knows_the_losses_until_its_checkpoint(make_world: MakeWorld) -> None:
+    world = make_world("skip", 5, "skip")
+    lines = []
+    for step in range(1, LEAST_STEPS + 4):
+        is_spike = step == LEAST_STEPS + 2
+        world.run("spike" if is_spike else None)
+        result = world.health._last
+        assert result is not None and result.is_spike == is_spike
+        lines.append({"step": step, "loss": result.loss, "num_samples": result.num_samples, "skipped": is_spike})
+    limit = world.trainer.recent.limit
+    lines.append({"step": step + 1, "loss": 1e9, "num_samples": 2, "skipped": False})  # cut off by the resume
+    (world.root.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    world.trainer.recent.replace([])
+    world.health.recall(step)
+    assert world.trainer.recent.limit == limit

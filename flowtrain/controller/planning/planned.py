@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from flowtrain.allocator.model_file import read_model_file
+from flowtrain.config.home import expanded
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import override_config
 from flowtrain.config.messages import Document, refused
@@ -62,7 +62,7 @@ class Planned:
 def is_model_file(path: str | PathLike[str]) -> bool:
     """Whether a YAML file has its own workload, as in ``configs/models``; False if it cannot be read."""
     try:
-        values = parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))[0]
+        values = parse_yaml(expanded(path).read_text(encoding="utf-8"))[0]
     except (OSError, UnicodeDecodeError, YamlError):
         return False
     return isinstance(values, dict) and "workload" in values
@@ -86,7 +86,7 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
     Settings that are not in the file are a run's defaults, except ``mode: auto``, bfloat16, full recomputation, large
     encode batches.
     """
-    file = read_model_file(Path(path).expanduser())
+    file = read_model_file(expanded(path))
     workload, encoder = file.workload, {"config": {}, "max_batch_patches": MODEL_FILE_BATCH_PATCHES}
     values = {
         "name": file.name,

@@ -46,10 +46,12 @@ class ParquetFormat:
     def find_blocks(self, path: str) -> Sequence[Block]:
         """Return the row groups of a file; raises DataError if it has other columns, or cannot be read."""
         metadata = read_with_retries(lambda: _metadata(path), f"data file {path}")
-        selection = select(path, metadata.schema.to_arrow_schema(), self._columns)
-        columns = [metadata.schema.column(number) for number in range(metadata.num_columns)]
-        paths = {column.path for column in columns if column.logical_type.type == "STRING"}
-        return [_block(metadata.row_group(index), index, selection, paths) for index in range(metadata.num_row_groups)]
+        with _decoding(path):
+            selection = select(path, metadata.schema.to_arrow_schema(), self._columns)
+            columns = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+            paths = {column.path for column in columns if column.logical_type.type == "STRING"}
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            return [_block(group, index, selection, paths) for index, group in enumerate(groups)]
 
     def read_block(self, path: str, block: Block) -> Sequence[Record]:
         """Return the rows of a row group; their images are views of Arrow's memory, which live as long as they do."""
@@ -167,23 +169,29 @@ def _metadata(path: str) -> pq.FileMetaData:
 def _opened(path: str, pre_buffer: bool = False) -> Iterator[pq.ParquetFile]:
     """Open a file without mapping it into memory; what Arrow cannot decode is a DataError."""
     source: Any = filesystem_of(path).open(path, "rb", cache_type="none") if is_remote(path) else pa.OSFile(path)
-    with source:
-        try:
-            # Opened for each block: a ParquetFile is not thread-safe, and open files are limited.
-            # A buffered stream frees a compressed page once it is decompressed; storage elsewhere gets fewer requests.
-            buffer_nbytes = 0 if pre_buffer else _BUFFER_NBYTES
-            with pq.ParquetFile(
-                source, pre_buffer=pre_buffer, buffer_size=buffer_nbytes, page_checksum_verification=True
-            ) as file:
-                yield file
-        except (pa.ArrowException, OSError) as error:
-            # Arrow also raises OSErrors for damaged pages, without a number.
-            if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
-                raise
-            raise DataError(
-                f"{path}: not a parquet file that can be decoded: {' '.join(str(error).split())}; "
-                "restore the file or remove it"
-            ) from error
+    with source, _decoding(path):
+        # Opened for each block: a ParquetFile is not thread-safe, and open files are limited.
+        # A buffered stream frees a compressed page once it is decompressed; storage elsewhere gets fewer requests.
+        buffer_nbytes = 0 if pre_buffer else _BUFFER_NBYTES
+        with pq.ParquetFile(
+            source, pre_buffer=pre_buffer, buffer_size=buffer_nbytes, page_checksum_verification=True
+        ) as file:
+            yield file
+
+
+@contextmanager
+def _decoding(path: str) -> Iterator[None]:
+    """Turn what Arrow raises for a damaged file into DataError."""
+    try:
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:  # a damaged name of a column is no UTF-8
+        # Arrow also raises OSErrors for damaged pages, without a number.
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        raise DataError(
+            f"{path}: not a parquet file that can be decoded: {' '.join(str(error).split())}; "
+            "restore the file or remove it"
+        ) from error
 
 
 def _block(group: pq.RowGroupMetaData, index: int, selection: Selection, paths: set[str]) -> Block:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowtrain.config.home import expanded
 from flowtrain.errors import ConfigError
 from flowtrain.observability.report.reading import (
     Notes,
@@ -131,7 +132,7 @@ def read_run(root: str | os.PathLike[str], last_nbytes: int | None = None) -> Ru
     last_nbytes: read only so much of the end of ``metrics.jsonl``, for a quick look at a long run.
     Raises ConfigError if it is no run's directory.
     """
-    files = RunDir(Path(root).expanduser().absolute())
+    files = RunDir(expanded(root).absolute())
     _check_is_run(files)
     notes = Notes()
     config = yaml_mapping(files.config, notes)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from flowtrain.config.home import expanded
 from flowtrain.observability.callback import Callback
 from flowtrain.observability.files import PRIVATE_DIRECTORY
 from flowtrain.observability.trackers.scalars import checkpoint_scalars, evaluation_scalars, step_scalars
@@ -43,7 +44,7 @@ class TensorBoardTracker(Callback):
         from tensorboardX.summary import text
 
         self._directory = Path(event.directory)
-        directory = Path(self._logdir).expanduser() if self._logdir is not None else self._directory / "tensorboard"
+        directory = expanded(self._logdir) if self._logdir is not None else self._directory / "tensorboard"
         directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
         if event.resumed_from is not None:

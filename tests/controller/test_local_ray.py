@@ -1,0 +1,98 @@
+"""Ray's token is private, and its temporary directory goes with the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flowtrain.controller.local_ray import (
+    keep_token_private,
+    mark_session,
+    quiet,
+    remove_dead_sessions,
+    remove_session,
+    token_file,
+    warn_of_open_token,
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_token_is_where_ray_looks_for_it(home: Path) -> None:
+    assert token_file({}) == home / ".ray" / "auth_token"
+    assert token_file({"RAY_AUTH_TOKEN_PATH": "/run/token"}) == Path("/run/token")
+    assert token_file({"RAY_AUTH_TOKEN": "abc"}) is None
+    assert token_file({"RAY_AUTH_MODE": "disabled"}) is None
+
+
+def test_a_new_token_is_private_from_the_start_and_stays_the_same(home: Path) -> None:
+    file = home / ".ray" / "auth_token"
+    keep_token_private({}, creates=False)
+    assert not file.exists()
+    keep_token_private({}, creates=True)
+    token = file.read_text()
+    assert len(token) == 64 and file.stat().st_mode & 0o777 == 0o600
+    keep_token_private({}, creates=True)
+    assert file.read_text() == token
+
+
+def test_an_open_token_is_closed_where_flowtrain_starts_ray(home: Path) -> None:
+    file = home / "token"
+    file.write_text("abc")
+    file.chmod(0o644)
+    keep_token_private({"RAY_AUTH_TOKEN_PATH": str(file)}, creates=True)
+    assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == "abc"
+
+
+def test_elsewhere_an_open_token_is_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = home / "token"
+    file.write_text("abc")
+    for mode in (0o600, 0o640):
+        file.chmod(mode)
+        warn_of_open_token({"RAY_AUTH_TOKEN_PATH": str(file)})
+        assert file.stat().st_mode & 0o777 == mode
+    assert len(caplog.messages) == 1 and f"chmod 600 {file}" in caplog.text
+
+
+def test_what_ray_writes_to_stderr_comes_after_a_success_and_not_with_an_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with quiet():
+        os.write(2, b"connected\n")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "connected\n"
+    with pytest.raises(ValueError), quiet():
+        os.write(2, b"advice\n" * 60)
+        raise ValueError
+    os.write(2, b"and on\n")
+    assert capfd.readouterr().err == "and on\n"
+
+
+def test_a_session_goes_with_its_link(home: Path) -> None:
+    session, other = home / "session_a_1", home / "session_b_2"
+    for each in (session, other):
+        (each / "logs").mkdir(parents=True)
+        (each / "logs" / "raylet.out").write_text("x")
+    (home / "session_latest").symlink_to(session)
+    remove_session(session)
+    assert not session.exists() and not os.path.lexists(home / "session_latest")
+    (home / "session_latest").symlink_to(other)
+    remove_session(session)
+    assert (home / "session_latest").exists(), "another session's link stays"
+
+
+def test_sessions_of_killed_drivers_are_removed_and_no_others(home: Path) -> None:
+    dead = 2**22 + 1  # no process can have this number
+    ours, alive, others = home / f"session_a_{dead}", home / f"session_b_{os.getpid()}", home / f"session_c_{dead}"
+    for each in (ours, alive, others):
+        each.mkdir()
+    mark_session(ours)
+    mark_session(alive)
+    remove_dead_sessions(home)
+    assert [ours.exists(), alive.exists(), others.exists()] == [False, True, True]

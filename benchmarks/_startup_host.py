@@ -172,7 +172,7 @@ class EmulatedRank:
         reduction, sharding = GradientReduction("step", "emulated"), Sharding("full", "emulated")
         return RankStart(DevicePeak("emulated", 1e15, "emulated"), reduction, sharding)
 
-    def run(self, link: RayLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
+    def run(self, link: RayLink, first_unit: int, first_step: int, *where: object) -> None:
         """Run units until the coordinator sends stop."""
         link.ask(CoordinatorApi.join, self._name, link.node_id, None)
         pool = ZerosPool(self._config, link)

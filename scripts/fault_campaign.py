@@ -3,11 +3,12 @@
 python scripts/fault_campaign.py DIRECTORY [--faults N] [--seed N] [--roles ROLE ...] [--json]
 
 Each run trains the same tiny model on the same data, with bad samples, evaluations and checkpoints, while some of its
-processes are killed (SIGKILL) or stopped (SIGSTOP) at random moments: encoders, feeders, backbone ranks, the
-coordinator, the raylet, the driver. A run that ends is resumed by one command until it is done. Then its losses must
-equal those of the undisturbed run to the bit, the ledger must have every position once, and no process, shared memory
-or temporary file may be left. Faults are drawn from the seed and the number of the run alone, so a campaign that was
-stopped goes on where it was: DIRECTORY/faults.jsonl has what was done.
+processes are killed (SIGKILL) or stopped (SIGSTOP): encoders, feeders, backbone ranks, the coordinator, the raylet, the
+driver; at their start, in steps, evaluations, checkpoints and recoveries (``fault_draws.py``). A run that ends is
+resumed by one command until it is done. Then its losses must equal those of the undisturbed run to the bit, the ledger
+must have every position once, and no process, shared memory or temporary file may be left. Faults are drawn from the
+seed and the number of the run alone, so a campaign that was stopped goes on where it was: DIRECTORY/faults.jsonl has
+what was done.
 
 Prints how long it took, by role and kind of fault, until the run noticed and until it trained again. Exits with 1 if an
 audit fails.
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -34,9 +36,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fault_draws import ROLES, Planned, planned_faults
+
 from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir, run_dir
 from tests.e2e.disturbed import (
+    EVERY_EVAL,
     NUM_STEPS,
     check_same_end,
     config_of,
@@ -57,8 +62,8 @@ TITLES = {
 }
 """What the command lines of a role's processes contain. The driver is known by its number."""
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-MAX_FAULTS = 3
-"""Of one run."""
+RECOVERS = re.compile(r"starts? again from|is started again|is killed, started again")
+"""What a run says when it has noticed a fault."""
 MAX_STARTS = 8
 LIMITS = (
     "limits.collective_timeout_s=15",
@@ -71,16 +76,6 @@ LIMITS = (
 NOTICE_S, RUN_S = 240.0, 420.0
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A fault. after_steps: it comes when the run has done so many. delay_s: after that."""
-
-    role: str
-    kind: str
-    after_steps: int
-    delay_s: float
-
-
 @dataclass
 class Suffered:
     """A fault that a run has suffered. noticed_s, recovered_s: since it; None: it never mattered.
@@ -91,6 +86,7 @@ class Suffered:
     run: int
     role: str
     kind: str
+    phase: str
     step: int
     how: str
     noticed_s: float | None = None
@@ -100,19 +96,6 @@ class Suffered:
 
 class AuditFailed(Exception):
     """A run has lost or repeated something, or left processes or memory."""
-
-
-def planned_faults(seed: int, run: int, roles: list[str]) -> list[Planned]:
-    """The faults of a run, in the order of their steps."""
-    rng = random.Random(f"{seed}/{run}")
-    kinds = list(KINDS)
-    faults = []
-    for _ in range(rng.randint(1, MAX_FAULTS)):
-        role, kind = rng.choice(roles), rng.choice(kinds)
-        if role == "driver":
-            kind = "kill"  # a stopped driver waits for whoever stopped it
-        faults.append(Planned(role, kind, rng.randrange(NUM_STEPS - 2), rng.uniform(0.0, 1.0)))
-    return sorted(faults, key=lambda fault: fault.after_steps)
 
 
 def command_line(process: Process) -> str:
@@ -181,16 +164,24 @@ class CampaignRun:
             if time.monotonic() - begun_s > RUN_S:
                 raise AuditFailed(running.report(f"run {self._number} did not end within {RUN_S:g} s"))
             self._look_for_recovery(running, seen)
-            if self._faults and self._may_hit and running.num_steps >= self._faults[0].after_steps:
+            if self._faults and self._is_time(running, self._faults[0]):
                 self._hit(running, self._faults.pop(0))
                 seen = len(self._restarts())
             time.sleep(0.02)
         return code
 
-    @property
-    def _may_hit(self) -> bool:
-        """One fault after the other, or at once, while the run recovers from the last."""
-        return not self._open or self._rng.random() < 0.002
+    def _is_time(self, running: Driver, fault: Planned) -> bool:
+        """Whether a fault comes now: after the one before, or as soon as the run recovers from it."""
+        if fault.phase == "recovery" and self._open:
+            return self._num_recoveries(running) > self._recoveries_seen
+        if self._open or running.num_steps < fault.after_steps:
+            return False
+        if fault.phase == "start":
+            return bool(victims(running, fault.role))
+        return fault.phase != "checkpoint" or bool(running.unfinished_checkpoints())
+
+    def _num_recoveries(self, running: Driver) -> int:
+        return len(RECOVERS.findall(running.log.read_text(errors="replace")))
 
     @property
     def _open(self) -> list[Suffered]:
@@ -205,7 +196,10 @@ class CampaignRun:
             os.kill(self._rng.choice(found), KINDS[fault.kind])
         except ProcessLookupError:
             return
-        self.suffered.append(Suffered(self._number, fault.role, fault.kind, running.num_steps, "?"))
+        for each in self._open:
+            each.how = "lost more while it recovered"
+        self._recoveries_seen = self._num_recoveries(running)
+        self.suffered.append(Suffered(self._number, fault.role, fault.kind, fault.phase, running.num_steps, "?"))
         self._hit_s = time.monotonic()
 
     def _look_for_recovery(self, running: Driver, seen: int) -> None:
@@ -221,7 +215,7 @@ class CampaignRun:
             last.how = "started again"
             last.noticed_s = since_s - down_s if down_s is not None else since_s
             last.recovered_s, last.steps_again = since_s, told.get("steps_again", 0)
-        elif since_s > NOTICE_S or running.num_steps >= NUM_STEPS:
+        elif since_s > NOTICE_S:
             last.how = "went on without it"
 
     def _restarts(self) -> list[dict[str, Any]]:
@@ -257,13 +251,14 @@ def campaign(args: argparse.Namespace, console: Console) -> list[Suffered]:
     number = max((each.run for each in done), default=-1) + 1
     while len(done) < args.faults:
         config = config_of(directory, f"run-{number}", *LIMITS)
-        run = CampaignRun(number, config, directory, planned_faults(args.seed, number, args.roles))
+        faults = planned_faults(args.seed, number, args.roles, NUM_STEPS, EVERY_EVAL)
+        run = CampaignRun(number, config, directory, faults)
         run.complete()
         audit(run, config, run_dir(reference))
         with record.open("a") as file:
             file.writelines(json.dumps(asdict(each)) + "\n" for each in run.suffered)
         done += run.suffered
-        said = ", ".join(f"{each.role} {each.kind}: {each.how}" for each in run.suffered) or "no fault"
+        said = ", ".join(f"{each.role} {each.kind} ({each.phase}): {each.how}" for each in run.suffered) or "no fault"
         console.print(f"run {number}: {said}; audited, {len(done)} of {args.faults} faults", highlight=False)
         number += 1
     return done
@@ -293,7 +288,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="of the runs and the record")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--roles", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--json", action="store_true", help="print the faults as JSON")
     args = parser.parse_args()
     console = Console(stderr=args.json)

@@ -213,7 +213,10 @@ def test_tables_name_what_there_is() -> None:
     metrics = {field.name for field in dataclasses.fields(StepMetrics)} - {"schema"}
     assert metrics <= documented
     assert {name for name in documented if re.fullmatch(r"[a-z_]+", name)} <= metrics
-    limits = {code(row[0])[0]: None if row[1] == "by size" else float(row[1]) for row in table_rows(running, "Limits")}
+    limits = {
+        code(row[0])[0]: None if row[1] in ("by size", "none") else float(row[1])
+        for row in table_rows(running, "Limits")
+    }
     assert limits == LimitsConfig().model_dump()
     reasons = {code(row[0])[0] for row in table_rows(data, "What is rejected")}
     assert reasons == {reason.value for reason in RejectReason}

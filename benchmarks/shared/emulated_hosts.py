@@ -252,7 +252,7 @@ def _ranks(job: Job, link: HostLink) -> Actors:
         rank = EmulatedRank(process, config, index, degrees, name, job.num_steps, job.run_id)
         rank.start("", 0, None, None, None)
         ranks.append(rank)
-    return [lambda rank=rank: rank.run(link, 0, 0, job.checkpoint_dir) for rank in ranks], process.fail
+    return [lambda rank=rank: rank.run(link, 0, 0, job.checkpoint_dir, job.run_id) for rank in ranks], process.fail
 
 
 ACTORS: dict[str, Callable[[Job, HostLink], Actors]] = {

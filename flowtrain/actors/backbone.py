@@ -172,13 +172,24 @@ class BackboneRank:
         """Trace as the order says, from the next unit on, and wait for the end; returns what failed, and why."""
         return self._windows.ask(order).result()
 
-    def run(self, link: CoordinatorLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
+    def run(
+        self,
+        link: CoordinatorLink,
+        first_unit: int,
+        first_step: int,
+        checkpoint_dir: str,
+        nonce: str,
+        last_traced_step: int = 0,
+    ) -> None:
         """Run units until the coordinator sends stop; write checkpoints into temporaries under ``checkpoint_dir``.
 
-        first_step: steps already done. Raises ConfigError if this node does not see the driver's ``checkpoint_dir``.
-        Also raises the errors of the prefetch thread and of the training step.
+        first_step: steps already done. nonce: part of the temporaries' names. last_traced_step: spans are recorded
+        until it is done.
+        Raises ConfigError if this node does not see the driver's ``checkpoint_dir``. Also raises the errors of the
+        prefetch thread and of the training step.
         """
-        if not probe_directory(Path(checkpoint_dir), self._run_id).is_dir():
+        self._nonce = nonce
+        if not probe_directory(Path(checkpoint_dir), nonce).is_dir():
             raise ConfigError(
                 f"{self._name} on node {node_address()} does not see the run's directory {checkpoint_dir}; runs_dir "
                 f"({self._config.runs_dir}) must lie on a file system that all nodes share"
@@ -189,7 +200,7 @@ class BackboneRank:
         self._health.recall(first_step)
         self._answering = answering_of(self._config, self._family, self.trainer, self._replica.is_leader)
         self._spans.follow(link)
-        self._windows.last_step = first_step + self._config.observability.trace.steps
+        self._windows.last_step = last_traced_step
         pool = self._pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
@@ -367,7 +378,7 @@ class BackboneRank:
         """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step > self._saver.step:
             self._saves_s[step] = time.monotonic()
-            self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
+            self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._nonce))
 
     def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
         """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept."""

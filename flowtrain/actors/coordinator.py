@@ -17,6 +17,7 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.build import build_flow
 from flowtrain.flow.flow import Flow
 from flowtrain.observability.clocks import monotonic_clock_name
+from flowtrain.search.configured import configured_search
 from flowtrain.types.events import Event
 from flowtrain.types.memory import SegmentExport
 from flowtrain.types.messages import (
@@ -54,7 +55,7 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earl
 
     earlier: as of ``build_flow``.
     """
-    flow = build_flow(config, model, settings, earlier)
+    flow = build_flow(config, model, settings, earlier, arrange=configured_search(config, model))
     if earlier is None:  # otherwise that would be kept for good
         keep_imports()
         expect_many_objects()

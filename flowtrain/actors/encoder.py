@@ -21,6 +21,7 @@ from flowtrain.actors.encoder_rank import join_replica, load_split
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
+from flowtrain.actors.whereabouts import Diary, longest
 from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import pixels_of_sample
@@ -38,6 +39,7 @@ from flowtrain.types.memory import Extent
 from flowtrain.types.messages import EncoderReport, ImageBytes, Lease, LeaseOrder, PartReady
 from flowtrain.types.samples import Rejection, SampleRef
 from flowtrain.types.tracing import TraceOrder
+from flowtrain.types.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Encoder:
         self._run_id = run_id
         self._spans = SpanLog(name)
         self._windows = Windows(name)
+        self._forwarding, self._leasing = Diary(), Diary()  # of its threads
         self._blocked_s = 0.0
         self._stopping = threading.Event()
         # One batch is decoded while one is forwarded. More would wait here while another encoder could take them.
@@ -102,9 +105,15 @@ class Encoder:
         """End what ``trace`` began, with the next batch."""
         self._windows.end_now()
 
+    def whereabouts(self) -> Whereabouts:
+        """Return what this encoder does now: of its two threads, the one that has worked longest at one thing."""
+        return longest(self._forwarding.read(), self._leasing.read())
+
     def run(self, link: CoordinatorLink) -> None:
         """Encode until the coordinator sends stop. Waits without limit: the consumer may be slower."""
         self._link = link
+        self._forwarding.begin("the load of its model", may_last=True)
+        self._leasing.begin("a wait for the model", may_last=True)
         self._spans.follow(link)
         torch.set_num_threads(self._settings.num_threads)
         self._family = unchecked_family(self._config)
@@ -153,6 +162,7 @@ class Encoder:
     def _decoded(self, ready: queue.Queue[Work | BaseException | None]) -> Iterator[Work]:
         while True:
             started = time.monotonic()
+            self._forwarding.begin("a wait for a batch", may_last=True)
             item = ready.get()
             if isinstance(item, BaseException):
                 raise item
@@ -180,6 +190,7 @@ class Encoder:
 
     def _leases(self, member: PoolMember) -> Iterator[Lease]:
         while True:
+            self._leasing.begin("a wait for a lease", may_last=True)
             self._ahead.acquire()
             order = self._next_order(member)
             while order.lease is None and not order.stop and not self._stopping.is_set():
@@ -198,6 +209,7 @@ class Encoder:
     def _read(self, pool: Pool, lease: Lease) -> list[np.ndarray] | None:
         """Return the encoded images of each sample of a lease, uint8; None if their feeder died since the answer."""
         started = time.monotonic()
+        self._leasing.begin(f"the read of {_text_of(lease)}")
         try:
             found = pool.get_batch([images.extents for images in lease.images])
         except OwnerLostError as error:
@@ -208,12 +220,14 @@ class Encoder:
 
     def _return(self, member: PoolMember, lease: Lease) -> None:
         """Give a lease back, and wait a moment: the controller tells the flow that the feeder died."""
+        self._leasing.begin("a question to the coordinator", may_last=True)
         self._link.ask(CoordinatorApi.hand_in, member.index, EncoderReport(returned=lease.lease_id))
         self._ahead.release()
         self._stopping.wait(RETRY_S)
 
     def _decode(self, lease: Lease, hold: Hold, data: Sequence[np.ndarray], decoders: ThreadPoolExecutor) -> Work:
         started = leased_s = time.monotonic()
+        self._leasing.begin(f"the decoding of {_text_of(lease)}")
         pixels: dict[int, PixelValues] = {}
         rejections = []
         outcomes = decoders.map(self._load, lease.refs, lease.images, data)
@@ -233,6 +247,7 @@ class Encoder:
     # --- forwarding ---------------------------------------------------------------------------------------------
 
     def _finish(self, member: PoolMember, work: Work) -> None:
+        self._forwarding.begin(f"the forward of {_text_of(work.lease)}")
         features = self.encode(work)
         started = time.monotonic()
         ready = []
@@ -244,6 +259,7 @@ class Encoder:
         self._spans.add("put", started, time.monotonic(), samples=len(ready))
         self._work.caught_up()  # the bytes are in the pool, so the host has waited for the device
         self._work.collect()
+        self._forwarding.begin("a question to the coordinator", may_last=True)
         self._hand_in(member, ready, work)
 
     def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
@@ -287,6 +303,10 @@ class Encoder:
         )
         with self._handing_in:
             member.pool.release(self._link.ask(CoordinatorApi.hand_in, member.index, report).refused)
+
+
+def _text_of(lease: Lease) -> str:
+    return f"batch {lease.batch.index} of unit {lease.batch.unit}"
 
 
 def _join(images: Sequence[torch.Tensor], destination: torch.Tensor) -> None:

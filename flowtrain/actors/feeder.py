@@ -13,6 +13,7 @@ from flowtrain.actors.garbage import expect_many_objects
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
+from flowtrain.actors.whereabouts import Diary
 from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed, FeederPlace
 from flowtrain.data.sources.base import Buffer
@@ -24,6 +25,7 @@ from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
 from flowtrain.types.samples import SamplerState
 from flowtrain.types.sources import SourceIndex
+from flowtrain.types.whereabouts import Whereabouts
 
 SEGMENT_KNOB = "pool.feeder_segment_nbytes"
 
@@ -61,9 +63,15 @@ class Feeder:
         self._name = feeder_name(feeder)
         self._segment_nbytes = segment_nbytes
         self._spans = SpanLog(self._name)
+        self._diary = Diary()
+
+    def whereabouts(self) -> Whereabouts:
+        """Return what this feeder does now."""
+        return self._diary.read()
 
     def run(self, link: CoordinatorLink) -> None:
         """Feed until the coordinator sends stop."""
+        self._diary.begin("the start", may_last=True)
         expect_many_objects()
         self._spans.follow(link)
         config = self._config
@@ -78,7 +86,7 @@ class Feeder:
         )
         state = member.joined.sampler_state
         assert state is not None
-        segment = _Segment(link, member)
+        segment = _Segment(link, member, self._diary)
         try:
             start: SamplerState | None = state
             while start is not None:
@@ -95,6 +103,7 @@ class Feeder:
         """Feed until the end, and return None; or until the run goes back, and return the state to start at."""
         report = FeedReport()
         while True:
+            self._diary.begin("a wait for an order", may_last=True)
             order = link.ask(CoordinatorApi.feed, member.index, report)
             segment.free(order.released)
             if order.stop or order.starts_at is not None:
@@ -105,12 +114,14 @@ class Feeder:
                 report = FeedReport(remade=self._remake(feed, order.remake), stats=member.pool.stats())
 
     def _remake(self, feed: Feed, lost: Sequence[Remake]) -> tuple[PartReady, ...]:
+        self._diary.begin("a sample to produce again")
         # In the order of the data, so that a block is read once for all that was lost of it.
         orders = sorted(lost, key=lambda order: (order.ref.source, order.ref.row))
         return tuple([part for order in orders for part in feed.remake(order)])
 
     def _size(self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int]) -> FeedReport:
         started = time.monotonic()
+        self._diary.begin(f"a sample of step {unit.step}")
         share = feed.next_unit(unit, consumed)
         num_samples = len(share.sized) + len(share.rejections)
         self._spans.add("size", started, time.monotonic(), step=unit.step, samples=num_samples)
@@ -130,7 +141,8 @@ class Feeder:
 class _Segment:
     """The feeder's segment as its shelf. While it is full, the feeder waits for the backbone to release memory."""
 
-    def __init__(self, link: CoordinatorLink, member: PoolMember) -> None:
+    def __init__(self, link: CoordinatorLink, member: PoolMember, diary: Diary) -> None:
+        self._diary = diary
         self._link = link
         self._member = member
         self._more_users: Counter[int] = Counter()  # by address: users beside the first
@@ -143,6 +155,7 @@ class _Segment:
             try:
                 room = self._member.pool.reserve(nbytes)
             except OutOfPoolMemory:
+                self._diary.begin("a wait for room", may_last=True)
                 order = self._link.ask(CoordinatorApi.wait_for_room, self._member.index)
                 self.free(order.released)
                 if order.stop:
@@ -151,7 +164,9 @@ class _Segment:
                 break
         with room:
             _fill(room.views, arrays)
-            return room.commit()
+            extents = room.commit()
+        self._diary.begin("the next sample")  # each has the whole limit for itself
+        return extents
 
     def share(self, extents: Sequence[Extent]) -> None:
         """See ``Shelf``."""

@@ -1,4 +1,4 @@
-"""What a backbone rank does now, so that one that hangs can be named."""
+"""What an actor does now, so that one that hangs can be named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowtrain.types.whereabouts import Whereabouts
 
 
 class Diary:
-    """Notes each thing that the training thread begins. Any thread may read it.
+    """Notes each thing that a working thread begins. Any thread may read it.
 
     A note costs less than a microsecond: text is made when it is read.
     """
@@ -35,6 +35,11 @@ class Diary:
         what, may_last, since_s = self._now
         for_s = time.monotonic() - since_s
         return Whereabouts(self._unit, self._step, self._place, str(what), for_s, may_last, os.getpid())
+
+
+def longest(first: Whereabouts, second: Whereabouts) -> Whereabouts:
+    """Return what of two threads to look at: work before waits that may last, then what has taken longer."""
+    return max(first, second, key=lambda each: (not each.may_last, each.for_s))
 
 
 def dump_stacks(path: Path) -> None:

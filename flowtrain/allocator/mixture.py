@@ -99,11 +99,14 @@ class Mixture(ConfigModel):
     """Representative samples to draw."""
     seed: int = Field(0, ge=0)
 
-    def draw(self, most_tokens: int, patch_sizes: Mapping[str, int]) -> tuple[IntArray, dict[str, Column]]:
+    def draw(
+        self, most_tokens: int, patch_sizes: Mapping[str, int], patches_per_token: Mapping[str, int] | None = None
+    ) -> tuple[IntArray, dict[str, Column]]:
         """Return the text tokens ``[S]`` of the representative samples, and their images by encoder.
 
         The same mixture gives the same samples. A sample longer than ``most_tokens`` is left out, as a run rejects one
-        above ``data.max_seq_len``. patch_sizes: in pixels, by encoder. Raises ConfigError if hardly any is left.
+        above ``data.max_seq_len``. patch_sizes: in pixels, by encoder. patches_per_token: by encoder; 1 for others.
+        Raises ConfigError if hardly any sample is left.
         """
         rng, count = np.random.default_rng(self.seed), 2 * self.num_samples
         texts: list[IntArray] = []
@@ -116,8 +119,7 @@ class Mixture(ConfigModel):
                     f"workload.microbatch_tokens ({most_tokens}) tokens; raise it, or lower text_tokens or images"
                 )
             text, found = self._draw(rng, count, patch_sizes)
-            vision = sum((patches for _, patches in found.values()), np.zeros_like(text))
-            kept = np.flatnonzero(text + vision <= most_tokens)[:left]
+            kept = np.flatnonzero(text + image_tokens(found, patches_per_token or {}) <= most_tokens)[:left]
             texts.append(text[kept])
             for name, column in found.items():
                 images[name].append(np.stack(column)[:, kept])
@@ -144,6 +146,12 @@ class Mixture(ConfigModel):
 
 Column = tuple[IntArray, IntArray]
 """Images and patches of each sample, ``[S]``."""
+
+
+def image_tokens(images: Mapping[str, Column], patches_per_token: Mapping[str, int]) -> IntArray:
+    """Return the tokens of all images of each sample, ``[S]``; images: by encoder, of at least one."""
+    each = [patches // patches_per_token.get(name, 1) for name, (_, patches) in images.items()]
+    return np.sum(each, axis=0, dtype=np.int64)
 
 
 def _patches(images: Images, rng: np.random.Generator, num_images: IntArray, patch_size: int) -> IntArray:

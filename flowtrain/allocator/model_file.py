@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from flowtrain.allocator.mixture import Column, Mixture
+from flowtrain.allocator.mixture import Column, Mixture, image_tokens
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.yaml_text import YamlError, dotted, parse_yaml
 from flowtrain.costs.flops import IntArray
@@ -27,7 +27,7 @@ _Columns = tuple[IntArray, IntArray | None, dict[str, Column]]
 
 
 class _Sample(ConfigModel):
-    """One representative sample; images: by encoder, patches of each image. An image has one token per patch."""
+    """One representative sample; images: by encoder, patches of each image."""
 
     text_tokens: int = Field(ge=1)
     target_tokens: int = Field(ge=0)
@@ -52,12 +52,16 @@ class _WorkloadSection(ConfigModel):
 
 
 class _ModelFile(ConfigModel):
-    """encoders, backbone: HF configurations, as ``encoders.<name>.config`` and ``backbone.config`` of a run."""
+    """encoders, backbone: HF configurations, as ``encoders.<name>.config`` and ``backbone.config`` of a run.
+
+    patches_per_token: by encoder, patches whose features side by side are one token; 1 if not given.
+    """
 
     schema_number: Literal[1] = Field(alias="schema")
     name: str
     encoders: dict[str, dict[str, Any]] = Field(min_length=1)
     backbone: dict[str, Any]
+    patches_per_token: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     workload: _WorkloadSection
 
 
@@ -87,17 +91,22 @@ def read_model_file(path: str | PathLike[str]) -> ModelFile:
 
 
 def _model(values: _ModelFile) -> ModelSpec:
-    encoders = {name: from_hf_vision_config(config) for name, config in values.encoders.items()}
+    if unknown := sorted(set(values.patches_per_token) - set(values.encoders)):
+        raise ConfigError(f"patches_per_token names encoders {unknown}; encoders has {sorted(values.encoders)}")
+    encoders = {
+        name: replace(from_hf_vision_config(config), patches_per_row=values.patches_per_token.get(name, 1))
+        for name, config in values.encoders.items()
+    }
     backbone = from_hf_text_config(values.backbone)
     # Feature rows of several encoders share one sequence; the widest encoder sets the connector's input width.
-    width = max(encoder.hidden_size for encoder in encoders.values())
+    width = max(encoder.hidden_size * encoder.patches_per_row for encoder in encoders.values())
     return ModelSpec(encoders, ConnectorSpec(width, backbone.hidden_size, backbone.hidden_size), backbone)
 
 
 def _workload(values: _ModelFile, model: ModelSpec) -> Workload:
     section = values.workload
     text, targets, images = _listed(section.samples or [], values) if section.mixture is None else _drawn(values, model)
-    vision = sum((patches for _, patches in images.values()), np.zeros_like(text))
+    vision = image_tokens(images, values.patches_per_token)
     return Workload(
         global_batch_size=section.global_batch_size,
         microbatch_tokens=section.microbatch_tokens,
@@ -129,7 +138,7 @@ def _drawn(values: _ModelFile, model: ModelSpec) -> _Columns:
     for component in mixture.components:
         _check_encoders("mixture", component.images, values)
     sizes = {name: spec.patch_size for name, spec in model.encoders.items()}
-    text, images = mixture.draw(section.microbatch_tokens, sizes)
+    text, images = mixture.draw(section.microbatch_tokens, sizes, values.patches_per_token)
     return text, text if mixture.loss == "text" else None, images
 
 

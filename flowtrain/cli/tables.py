@@ -137,7 +137,7 @@ def summary_table(summary: RunSummary) -> Table:
     if summary.num_rejected:
         table.add_row("quarantined", f"{summary.num_rejected} so far: {run.quarantine}")
     if summary.num_skipped:
-        table.add_row("skipped", f"{summary.num_skipped} steps so far, which were not finite: {run.metrics}")
+        table.add_row("skipped", f"{summary.num_skipped} steps so far, which made no update: {run.skipped}")
     if summary.cost_r2 is not None:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.profile}")
     if summary.emulated is not None:

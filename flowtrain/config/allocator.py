@@ -24,7 +24,7 @@ CHOICE_KEYS: dict[PlannerChoice, tuple[str, ...]] = {
 
 
 class AllocatorConfig(ConfigModel):
-    """``flowtrain plan``; a run reads it only with ``mode: auto``."""
+    """``flowtrain plan``; a run reads it only with ``mode: auto`` and ``pipeline.policy: pipetune``."""
 
     method: AllocationMethod = "milp"
     """``milp`` matches production to consumption (docs/allocator.md). The others are for ablations: the backbone and
@@ -35,7 +35,7 @@ class AllocatorConfig(ConfigModel):
     auto`` except those that overrides set, none with another mode. ``all``: all of them with any mode."""
     profile: str | None = None
     """A file that ``flowtrain profile`` wrote, for the rates of ``mode: auto`` and of ``flowtrain plan`` without
-    ``--profile``; None: data sheets."""
+    ``--profile``, and for the search of ``pipeline.policy``; None: data sheets."""
 
     @field_validator("choose", mode="before")
     @classmethod

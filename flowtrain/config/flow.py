@@ -76,8 +76,11 @@ class LimitsConfig(ConfigModel):
     stall_timeout_s: float = Field(900.0, gt=0, le=MAX_DURATION_S)
     lease_timeout_s: float = Field(600.0, gt=0, le=MAX_DURATION_S)
     collective_timeout_s: float = Field(600.0, gt=0, le=MAX_DURATION_S)
-    """For one forward, backward, transfer or collective of the backbone; after that a rank hangs."""
+    """For one forward, backward, transfer or collective of the backbone, one batch of an encoder, one sample of a
+    feeder; what takes longer, or does not answer for so long, hangs."""
     stop_timeout_s: float = Field(60.0, gt=0, le=MAX_DURATION_S)
+    preemption_grace_s: float | None = Field(None, gt=0, le=MAX_DURATION_S)
+    """After SIGTERM; then the run ends without the checkpoint that is not complete. None: it waits for that."""
     max_encoder_restarts: int = Field(10, ge=0)
     coordinator_timeout_s: float = Field(60.0, gt=5, le=MAX_DURATION_S)
     """For a sign of life of the coordinator, which answers the driver every few seconds."""

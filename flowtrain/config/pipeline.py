@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
 PartitionMethod = Literal["uniform", "parameters", "profile", "balanced"]
 _Layers = tuple[Annotated[int, Field(ge=0)], ...]
+Policy = Literal["none", "balanced", "pipetune"]
+
+
+class PipeTuneConfig(ConfigModel):
+    """What ``policy: pipetune`` searches for each step, besides packing by the balance algorithm."""
+
+    size: bool = True
+    """The number of microbatches, by packing anew for each; otherwise as few as their capacity allows."""
+    order: bool = True
+    """The order of microbatches."""
+    precompute: bool = True
+    """Which images the first stage encodes ahead, while it waits for gradients. Only with ``mode: monolithic``,
+    ``encoder_layers: first``, ``schedule: 1f1b`` and a frozen encoder."""
 
 
 class PipelineConfig(ConfigModel):
@@ -36,6 +49,11 @@ class PipelineConfig(ConfigModel):
     """Where ``mode: monolithic`` has the encoder. ``first``: in the first stage. ``mixed``: encoder and decoder layers
     form one sequence, cut into stages of similar cost. ``own``: in stages of its own, on all ranks, which a microbatch
     passes before those of the backbone."""
+    policy: Policy = "none"
+    """How steps are planned (docs/scheduling.md). ``none``: by the ``scheduler`` section. ``balanced``: packed by the
+    balance algorithm of PipeTune. ``pipetune``: as a search over simulated steps finds it best, which needs times of
+    the devices: ``allocator.profile`` or ``backbone.accelerator_type``."""
+    pipetune: PipeTuneConfig = PipeTuneConfig()
 
     @field_validator("partition", mode="before")
     @classmethod

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ray.actor import ActorHandle
@@ -16,8 +16,10 @@ from flowtrain.controller.hang_watch import Hang, HangWatch
 from flowtrain.controller.history import History
 from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import memory_shortage
+from flowtrain.controller.producer_watch import ProducerWatch
 from flowtrain.controller.resume import other_reduction
 from flowtrain.controller.run_traces import RunTraces
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import BackboneLost, GroupLost, Watcher
@@ -28,6 +30,7 @@ from flowtrain.flow.units import first_unit
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.stream import EventStream
 from flowtrain.types.events import Event
+from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction, RankStart
 
 
@@ -41,7 +44,7 @@ class GroupRun:
         traces: RunTraces,
         stream: EventStream,
         display: ProgressDisplay,
-        stop: threading.Event,
+        stop: StopRequest,
     ) -> None:
         self._run = run
         self._run_spec = run.run_spec
@@ -74,7 +77,7 @@ class GroupRun:
         )
         try:
             self._state = self._run_state(may_be_lost, has_run=again is not None)
-            self._hangs = self._hang_watch()
+            self._hangs, self._producer_hangs = self._hang_watches()
             self._watcher = self._new_watcher()
             self._start_loops(is_first=again is None)
             self._state.on_backbone_started()
@@ -94,8 +97,11 @@ class GroupRun:
 
     def _start_coordinator(self, classes: ActorClasses) -> ActorHandle:
         remake_flow = partial(start_flow, self._config, self._run_spec.model_spec)
-        make_flow = partial(remake_flow, self._history.flow_settings())
+        make_flow = partial(remake_flow, self._flow_settings())
         return worker_group.start_coordinator(self._config, classes, make_flow, remake_flow)
+
+    def _flow_settings(self) -> FlowSettings:
+        return replace(self._history.flow_settings(), last_traced_step=self._traces.last_step)
 
     def _run_state(self, may_be_lost: bool, has_run: bool) -> RunState:
         limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
@@ -115,11 +121,13 @@ class GroupRun:
             self._history.counts,
         )
 
-    def _hang_watch(self) -> HangWatch:
+    def _hang_watches(self) -> tuple[HangWatch, ProducerWatch]:
         def found(hang: Hang) -> None:
             self._watcher.note_hang(hang.name, hang.what)
 
-        return HangWatch(self._actors, self._config.limits.collective_timeout_s, self._run.files.stacks, found)
+        limits = self._config.limits
+        ranks = HangWatch(self._actors, limits.collective_timeout_s, self._run.files.stacks, found)
+        return ranks, ProducerWatch(self._actors, limits.collective_timeout_s, limits.start_limit_s, found)
 
     def _new_watcher(self) -> Watcher:
         def restarted(restart: Restart) -> None:
@@ -164,9 +172,10 @@ class GroupRun:
         return worker_group.start_backbone(self._actors, settings, path, evaluations, results)
 
     def _run_backbone(self) -> None:
-        unit, step = first_unit(self._history.flow_settings()), self._history.start.step
+        unit, step = first_unit(self._flow_settings()), self._history.start.step
+        checkpoints = str(self._run.files.checkpoints)
         for name in self._actors.of_role(Role.BACKBONE):
-            self._actors.run(name, unit, step, str(self._run.files.checkpoints))
+            self._actors.run(name, unit, step, checkpoints, self._history.nonce, self._traces.last_step)
         self._hangs.begin()
 
     # --- watching -----------------------------------------------------------------------------------------------
@@ -190,6 +199,7 @@ class GroupRun:
         desk.poll()
         if self._config.emulation is None:  # an emulated device waits as long as its cost says
             self._hangs.poll()
+            self._producer_hangs.poll()
 
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from the last checkpoint, and have the steps after it done again."""
@@ -203,7 +213,7 @@ class GroupRun:
         worker_group.wait_until_ended(self._config, ranks, limit_s)
         self._watcher.take_pending_events()
         self._history.go_back()
-        self._actors.link.ask(CoordinatorApi.rewind, self._history.flow_settings(), ranks)
+        self._actors.link.ask(CoordinatorApi.rewind, self._flow_settings(), ranks)
         self._actors.spawn_backbone()
         self._state.on_backbone_started()
         self._start_backbone()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
@@ -24,7 +25,8 @@ from flowtrain.types.messages import FlowSettings
 class History:
     """What of a run is kept, and from where its processes start.
 
-    run_id: unique to this start of the run. start: where its present processes began.
+    run_id: unique to this start of the run. nonce: unique to its present ranks, so that a late write of earlier ones
+    meets no directory of theirs. start: where the present processes began.
     """
 
     def __init__(self, run: OpenRun, recorder: Recorder, costs: CostKeeper, committer: Committer) -> None:
@@ -33,11 +35,14 @@ class History:
         self.costs = costs
         self.committer = committer
         self.start = run.start
-        self.run_id = secrets.token_hex(4)
+        self.run_id = self.nonce = secrets.token_hex(4)
         self.counts = RestartCounts()
         self._lost_s: float | None = None
         self._num_again = 0
-        self._probed = checkpoint_store.probe_directory(run.files.checkpoints, self.run_id)
+
+    @property
+    def _probed(self) -> Path:
+        return checkpoint_store.probe_directory(self._files.checkpoints, self.nonce)
 
     @contextmanager
     def probed(self) -> Iterator[None]:
@@ -68,7 +73,8 @@ class History:
         """Go back to the last checkpoint, while no rank runs. Raises RunFileError if a file cannot be cut."""
         self.committer.forget_incomplete()
         self.start = find_resume_point(self._files, self._run_spec, ())
-        self._probed.mkdir(exist_ok=True)  # it was removed with other temporaries
+        self.nonce = secrets.token_hex(4)
+        self._probed.mkdir()  # that of the earlier ranks was removed with other temporaries
         self.costs.rewind(self.start.cost)
         try:
             self._num_again += self.recorder.rewind(self.start.step, consumed_at(self.start))

@@ -19,6 +19,7 @@ from flowtrain.scheduler.packing.base import Lengths
 from flowtrain.scheduler.run_cost import configured_costs, first_cost
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.search.configured import configured_search
 from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SizedSample
 
@@ -87,7 +88,7 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
     """
     config = config.settled
     run_spec = prepare(config, check_pool=False)
-    planner = _planner(run_spec)
+    planner = planner_of(run_spec)
     count = min(num_steps or DEFAULT_STEPS, run_spec.num_steps)
     steps: list[WorkloadStep] = []
     predictions: list[StepPrediction] = []
@@ -117,8 +118,10 @@ def run_cost(config: RunConfig) -> CostModel:
     return first_cost(config, spec, configured_costs(config, spec))
 
 
-def _planner(run_spec: RunSpec) -> StepPlanner:
-    return StepPlanner.from_config(run_spec.config, run_spec.plan.backbone.data_parallel_size, run_spec.cost)
+def planner_of(run_spec: RunSpec) -> StepPlanner:
+    """Return the planner of a run, as its coordinator has it."""
+    config, dp_size = run_spec.config, run_spec.plan.backbone.data_parallel_size
+    return StepPlanner.from_config(config, dp_size, run_spec.cost, configured_search(config, run_spec.model_spec))
 
 
 def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:

@@ -34,6 +34,7 @@ from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.run_cost import configured_costs, first_cost
+from flowtrain.search.configured import configured_search
 from flowtrain.search.partition import with_chosen_partition
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
@@ -120,6 +121,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     config = with_chosen_partition(config, spec)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
+    configured_search(config, spec)  # refuses a policy that needs times of unknown devices
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     need = feeder_need(config, indexes, num_eval, plan.feeder.data_parallel_size)
     if need.warning is not None:

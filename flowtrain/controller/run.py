@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,13 +20,14 @@ from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.resume import check_goes_on
 from flowtrain.controller.run_traces import RunTraces
-from flowtrain.controller.signals import stop_on_signals
+from flowtrain.controller.signals import StopRequest, stop_on_signals
 from flowtrain.controller.state import Role
 from flowtrain.controller.summary import RunSummary, summary_if_done
-from flowtrain.controller.watch import GroupLost, StopRequested
+from flowtrain.controller.watch import GraceOver, GroupLost, StopRequested
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import COORDINATOR, ActorClasses
 from flowtrain.emulation.check import emulation_note, host_warning
+from flowtrain.errors import StallError
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.stream import EventStream
@@ -51,7 +51,7 @@ def run_training(
     """
     assert config.mode != "auto", "a plan decides the mode before a run starts"
     started = time.monotonic()
-    stop = threading.Event()
+    stop = StopRequest()
     with ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
@@ -107,7 +107,7 @@ class Controller:
         traces: RunTraces,
         stream: EventStream,
         display: ProgressDisplay,
-        stop: threading.Event,
+        stop: StopRequest,
     ) -> None:
         self._run = run
         self._config = run.run_spec.config
@@ -128,8 +128,20 @@ class Controller:
                 stopped = self._run_groups(classes)
             except StopRequested:
                 return True
+            except GraceOver:
+                raise self._preempted() from None
             self._history.end()
             return stopped
+
+    def _preempted(self) -> StallError:
+        last = checkpoint_store.latest_complete(self._run.files.checkpoints)
+        start = (
+            f"its last complete checkpoint, {last.name}" if last is not None else "the beginning: it has no checkpoint"
+        )
+        return StallError(
+            f"the run had not ended within limits.preemption_grace_s ({self._config.limits.preemption_grace_s:g} s) of "
+            f"SIGTERM, so it ends now; --resume goes on from {start}"
+        )
 
     def _fetch_weights(self) -> None:
         if self._config.emulation is None:

@@ -67,6 +67,11 @@ class RunTraces:
         """The last step that was finished."""
         return self._num_done
 
+    @property
+    def last_step(self) -> int:
+        """The last step that an open trace covers; 0: none is open."""
+        return max((trace.last_step for trace in (self._first, self._window) if trace is not None), default=0)
+
     def take(self, event: Event) -> None:
         """Write spans and counters, and close the traces whose last step is done; its spans come before that."""
         if isinstance(event, SpansRecorded):

@@ -34,12 +34,13 @@ class Phase(enum.StrEnum):
 class Restart:
     """Report to the coordinator that this actor's memory is gone, and start it and its other ranks again.
 
-    rank: the encoder rank that died, if it was not the actor itself. reason: why it died.
+    rank: the encoder rank that died, if it was not the actor itself. reason: why it was lost. verb: how.
     """
 
     name: str
     rank: str | None = None
     reason: str = field(default="", compare=False)
+    verb: str = field(default="died", compare=False)
 
 
 @dataclass(frozen=True)
@@ -188,20 +189,15 @@ class RunState:
             return self.on_returned(name)
         if role is Role.BACKBONE:
             return self._lose_backbone(name, reason)
-        if member != name:
-            reason = f"{member}: {reason}"
-        restarts = self._counts.producers.get(name, 0) + 1
-        if restarts > self._max_restarts:
-            limit = f"limits.max_encoder_restarts is {self._max_restarts}"
-            return self._lose(name, f"{name} died {restarts} times ({reason}), {limit}")
-        self._counts.producers[name] = restarts
-        return [Restart(name, None if member == name else member, reason)]
+        return self._restart_producer(name, member, reason)
 
     def on_hung(self, name: str, what: str) -> list[Decision]:
-        """A backbone rank hangs, so that all others wait for it."""
+        """An actor hangs. One that died would do less harm, so it is treated as if it had."""
         if self.phase in (Phase.FAILED, Phase.DRAINING) or name not in self._running:
             return []
-        return self._lose_backbone(name, what, verb="hangs")
+        if self._running[name] is Role.BACKBONE:
+            return self._lose_backbone(name, what, verb="hangs")
+        return self._restart_producer(name, name, what, verb="hangs")
 
     def on_overdue(self) -> list[Decision]:
         """The backbone is done, and producers do not return in time. All steps are trained, so nobody needs them."""
@@ -253,6 +249,18 @@ class RunState:
         self.phase = Phase.STOPPING
         self._stop_asked = True
         return [RequestStop()]
+
+    def _restart_producer(self, name: str, member: str, reason: str, verb: str = "died") -> list[Decision]:
+        """A producer, or one of its encoder ranks (``member``), is lost; all that it held is produced again."""
+        if member != name:
+            reason = f"{member}: {reason}"
+        restarts = self._counts.producers.get(name, 0) + 1
+        if restarts > self._max_restarts:
+            limit = f"limits.max_encoder_restarts is {self._max_restarts}"
+            how = "died" if verb == "died" else "died or hung"
+            return self._lose(name, f"{name} {how} {restarts} times ({reason}), {limit}")
+        self._counts.producers[name] = restarts
+        return [Restart(name, None if member == name else member, reason, verb)]
 
     def _restart_all(self, name: str, reason: str) -> list[Decision]:
         decisions: list[Decision] = [] if self.phase is Phase.FAILED else [RestartAll(name, reason)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import ray
 
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import (
     Abandon,
     Decision,
@@ -37,6 +37,10 @@ SETTLE_S = 3.0
 
 class StopRequested(Exception):
     """The user asked for the end before any step was trained."""
+
+
+class GraceOver(Exception):
+    """The time after SIGTERM has passed, and the run has not ended."""
 
 
 class BackboneLost(Exception):
@@ -69,7 +73,7 @@ class Watcher:
         limits: LimitsConfig,
         take: Callable[[Event], None],
         note: Callable[[str], None],
-        stop: threading.Event,
+        stop: StopRequest,
         restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
         self._actors = actors
@@ -115,7 +119,7 @@ class Watcher:
     def until_end(self) -> bool:
         """Watch until every actor has returned; returns whether a stop was asked for.
 
-        Raises the error that ends it, GroupLost, or BackboneLost; after that it can be called again.
+        Raises the error that ends it, GroupLost, GraceOver, or BackboneLost; after that it can be called again.
         """
         draining_since: float | None = None
         while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
@@ -123,7 +127,7 @@ class Watcher:
             if self._error is None:
                 self._raise_lost()
             if self._stop.is_set() and (decisions := self._state.on_stop()):
-                self._note("stopping after this step; a checkpoint follows (interrupt again to end at once)")
+                self._note(f"stopping after this step; a checkpoint follows{self._grace_text} (again: end at once)")
                 self._perform(decisions)
             if self._state.phase is Phase.DRAINING:
                 draining_since = draining_since or time.monotonic()
@@ -139,8 +143,19 @@ class Watcher:
             logger.warning("the last events of the failed run could not be recorded: %s", lost)
         raise self._error
 
+    @property
+    def _grace_left_s(self) -> float | None:
+        """Seconds until the run must have ended; None: there is no such time."""
+        grace_s, since_s = self._limits.preemption_grace_s, self._stop.terminated_s
+        return since_s + grace_s - time.monotonic() if grace_s is not None and since_s is not None else None
+
+    @property
+    def _grace_text(self) -> str:
+        left_s = self._grace_left_s
+        return "" if left_s is None else f" if it is complete within {left_s:.0f} s (limits.preemption_grace_s)"
+
     def note_hang(self, name: str, what: str) -> None:
-        """Take a backbone rank for hung, at the end of this turn."""
+        """Take an actor for hung: a producer is started again at once, the backbone at the end of this turn."""
         self._perform(self._state.on_hung(name, what))
 
     def take_pending_events(self) -> None:
@@ -170,6 +185,8 @@ class Watcher:
             silent = f"it has not answered within limits.coordinator_timeout_s ({limit_s:g} s)"
             self._perform(self._state.on_coordinator_lost(silent))
         self.on_turn()
+        if (left_s := self._grace_left_s) is not None and left_s <= 0:
+            raise GraceOver
         for ref, outcome in _outcomes(done, runs).items():
             # ``replace`` has removed the calls of a dead encoder's ranks: their end says nothing about the new ones.
             name = self._actors.runs.pop(ref, None)
@@ -216,8 +233,10 @@ class Watcher:
     def _perform(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Restart):
-                died = decision.name if decision.rank is None else f"{decision.rank} of {decision.name}"
-                self._note(f"{died} died; it is started again and its parts are produced again")
+                lost = decision.name if decision.rank is None else f"{decision.rank} of {decision.name}"
+                how = "died; it" if decision.verb == "died" else f"{decision.verb} ({decision.reason}); it is killed,"
+                again = "is started again and" if decision.verb == "died" else "started again, and"
+                self._note(f"{lost} {how} {again} its parts are produced again")
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)

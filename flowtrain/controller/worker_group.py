@@ -85,8 +85,11 @@ class WorkerGroup:
     """Starts the actor of that name."""
     leaders: dict[str, str] = field(default_factory=dict)
     """From each encoder rank to the name of its encoder, with which it starts and ends."""
-    waiting: tuple[str, ...] = ()
+    waits: frozenset[str] = frozenset()
     """Encoders, and their ranks, that start only when the backbone's ranks have their devices."""
+    waiting: tuple[str, ...] = ()
+    """Those of them that wait now."""
+    ranks_have_devices: bool = False
     launcher: Launcher = field(default_factory=Launcher)
     generation: int = 0
     """How often the backbone was started again."""
@@ -104,6 +107,7 @@ class WorkerGroup:
     def start_waiting(self) -> None:
         """Start what waited for the backbone's ranks, and the loops."""
         waiting, self.waiting = self.waiting, ()
+        self.ranks_have_devices = True
         for name in waiting:
             self.actors[name] = self.spawn[name]()
         for name in waiting:
@@ -130,7 +134,13 @@ class WorkerGroup:
         one process), and calls fail again during the restart, so that deaths cannot be counted.
         """
         self.give_up(name)
-        for member in (name, *self.encoder_ranks(name)):
+        members = (name, *self.encoder_ranks(name))
+        if name in self.waits and not self.ranks_have_devices:
+            self.waiting += members
+            for member in members:
+                del self.actors[member]
+            return
+        for member in members:
             self.actors[member] = self.spawn[member]()
         self.run(name)
 
@@ -166,6 +176,7 @@ class WorkerGroup:
     def spawn_backbone(self) -> None:
         """Start all ranks again, after ``end_backbone``; ``start_backbone`` then joins them."""
         self.generation += 1
+        self.ranks_have_devices = False
         for name in self.of_role(Role.BACKBONE):
             self.actors[name] = self.spawn[name]()
 
@@ -233,7 +244,8 @@ def start_actors(
     Actors whose spec waits are started by ``WorkerGroup.start_waiting``.
     """
     waiting = tuple(spec.name for spec in specs if spec.waits)
-    workers = WorkerGroup(coordinator, RayLink(coordinator), waiting=waiting, launcher=classes.launcher)
+    link, launcher = RayLink(coordinator), classes.launcher
+    workers = WorkerGroup(coordinator, link, waits=frozenset(waiting), waiting=waiting, launcher=launcher)
     stored = ray.put(indexes)  # once, not for each feeder
     try:
         for spec, options in _options(config, specs, group):

@@ -23,6 +23,7 @@ from flowtrain.flow.steps import FlopsOf, Steps, UnitPlanner
 from flowtrain.flow.units import leftover_units, units_left
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.scheduler.layout import Arrange
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.run_cost import is_refitted
 from flowtrain.scheduler.sample_sizes import SampleSizes
@@ -38,18 +39,20 @@ def build_flow(
     settings: FlowSettings,
     earlier: Flow | None = None,
     *,
+    arrange: Arrange | None = None,
     planner: UnitPlanner | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Flow:
     """Return the flow of a run. Compiles what planning needs first, so that no step waits for it.
 
     earlier: the flow whose processes it takes over, to make positions again from ``settings`` on.
+    arrange: searches the arrangement of steps (``search.configured``).
     planner: plans the steps; None: the configured one, with the cost of ``settings``.
     clock: returns the seconds by which leases expire.
     """
     pool = config.pool
     if planner is None:
-        planner = configured = StepPlanner.from_config(config, settings.dp_size, settings.cost)
+        planner = configured = StepPlanner.from_config(config, settings.dp_size, settings.cost, arrange)
         configured.warm_up()
     parts = Parts(
         AddressSpace(num_processes=pool.max_processes, segment_nbytes=pool.max_segment_nbytes),
@@ -73,7 +76,7 @@ def build_flow(
         dp_size=settings.dp_size,
         num_feeders=settings.num_feeders,
         refitter=CostRefitter(planner if is_refitted(config) else None),
-        last_traced_step=settings.start_step + config.observability.trace.steps,
+        last_traced_step=settings.last_traced_step,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
         whole_units=config.mode == "disaggregated" or config.exchanges_units,

@@ -12,7 +12,7 @@ from flowtrain.errors import ConfigError
 from flowtrain.scheduler.compiled import compiled
 from flowtrain.scheduler.dispatch import get_dispatcher
 from flowtrain.scheduler.encode_batches import cut_encode_batches
-from flowtrain.scheduler.layout import Layout, lay_out
+from flowtrain.scheduler.layout import Arrange, Arrangement, Layout, lay_out
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import get_packer
 from flowtrain.scheduler.sample_sizes import SampleSizes
@@ -37,6 +37,7 @@ class StepPlanner:
         alignment: int,
         seed: int = 0,
         has_encode_batches: bool = True,
+        arrange: Arrange | None = None,
         vision_quota: int | None = None,
     ) -> None:
         """Resolve the methods; an unknown name raises ConfigError here, not at the first step.
@@ -48,6 +49,7 @@ class StepPlanner:
         alignment: of parts in the pool, in bytes.
         seed: for packing methods that draw random numbers; combined with the unit's index.
         has_encode_batches: False in modes without encoder actors.
+        arrange: searches the arrangement of training steps; None: the one that the methods give.
         vision_quota: as in ``PackingRules``.
         """
         assert min(dp_size, microbatch_tokens, num_buckets, alignment) >= 1
@@ -63,16 +65,19 @@ class StepPlanner:
         self._max_batch_patches = dict(max_batch_patches) if has_encode_batches else {}
         self._alignment = alignment
         self._seed = seed
+        self._arrange = arrange
         self._vision_quota = vision_quota
 
     @classmethod
-    def from_config(cls, config: RunConfig, dp_size: int, cost: CostModel) -> StepPlanner:
-        """Build the planner of a run; cost: of its microbatches."""
+    def from_config(
+        cls, config: RunConfig, dp_size: int, cost: CostModel, arrange: Arrange | None = None
+    ) -> StepPlanner:
+        """Build the planner of a run; cost: of its microbatches. arrange: as ``search.configured`` gives it."""
         scheduler = config.scheduler
         return cls(
             dp_size=dp_size,
             microbatch_tokens=scheduler.microbatch_tokens,
-            packing=scheduler.packing,
+            packing="balanced" if config.pipeline.policy == "balanced" else scheduler.packing,
             cost=cost,
             num_buckets=scheduler.num_buckets,
             dispatch=scheduler.dispatch,
@@ -80,6 +85,7 @@ class StepPlanner:
             alignment=config.pool.alignment,
             seed=config.seed,
             has_encode_batches=config.has_encoder_actors,
+            arrange=arrange,
             vision_quota=config.data.grouping.vision_tokens if config.data.grouping is not None else None,
         )
 
@@ -110,10 +116,13 @@ class StepPlanner:
         self._check(unit, sizes)
         lengths = Lengths(sizes.tokens, sizes.vision_tokens)
         layout = lay_out(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
-        dealt = _in_order_of_need(layout, self._num_buckets).reshape(-1)
+        chosen = Arrangement(layout.bins, in_order_of_need(layout, self._num_buckets))
+        if self._arrange is not None and unit.kind is UnitKind.TRAIN and len(sizes):
+            chosen = self._arrange(sizes, self.rules(unit), chosen)
+        bins, dealt = chosen.bins, chosen.slots.reshape(-1)
         # Samples of a chosen unit (`data.order: arrival`) got their encode batches when they were sized.
         limits = {} if unit.chosen else self._max_batch_patches
-        order, ends = _concatenated(layout.bins.members, layout.bins.offsets, dealt)
+        order, ends = concatenated(bins.members, bins.offsets, dealt)
         return StepPlan(
             unit=unit,
             dp_size=self._dp_size,
@@ -123,8 +132,9 @@ class StepPlanner:
             vision_lengths=tuple(sizes.vision_tokens[order].tolist()),
             target_lengths=tuple(sizes.target_tokens[order].tolist()),
             ends=tuple(ends.tolist()),
-            costs=tuple(layout.costs[dealt].tolist()),
+            costs=tuple(bins.costs(lengths, self.cost)[dealt].tolist()),
             encode_batches=cut_encode_batches(unit.index, sizes, order, limits),
+            schedules=chosen.schedules,
         )
 
     def rules(self, unit: Unit) -> PackingRules:
@@ -156,7 +166,7 @@ def _belong_to(unit: Unit, positions: IntArray) -> bool:
     return set(own).issuperset(positions.tolist())
 
 
-def _in_order_of_need(layout: Layout, num_buckets: int) -> IntArray:
+def in_order_of_need(layout: Layout, num_buckets: int) -> IntArray:
     """Order the slots of a unit: bucket by bucket, and by position where the paper's buckets leave the choice.
 
     Encode batches are cut and leased in this order, so in any order inside a unit the samples that run first are
@@ -189,7 +199,7 @@ def _needs(
 
 
 @compiled
-def _concatenated(members: IntArray, offsets: IntArray, dealt: IntArray) -> tuple[IntArray, IntArray]:
+def concatenated(members: IntArray, offsets: IntArray, dealt: IntArray) -> tuple[IntArray, IntArray]:
     """Return the samples of the given bins, concatenated, and where each bin ends."""
     order, ends = np.empty(len(members), dtype=np.int64), np.empty(len(dealt), dtype=np.int64)
     count = 0

@@ -201,6 +201,8 @@ class FlowSettings:
     """Processes that read and size the samples."""
     evaluations: tuple[EvalRounds, ...] = ()
     """Of each held-out set, in the order of the configuration."""
+    last_traced_step: int = 0
+    """Spans and counters are kept until it is done."""
 
 
 @dataclass(frozen=True, slots=True)

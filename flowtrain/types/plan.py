@@ -12,6 +12,9 @@ from typing import Any, Literal
 STEP_PLAN_SCHEMA = 2
 PLAN_SCHEMA = 1
 
+Schedules = tuple[tuple[tuple[str, ...], ...], ...]
+"""Action lists in their text form, ``[dp_rank][pp_rank]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
@@ -238,7 +241,7 @@ class StepPlan:
     encode_batches: tuple[EncodeBatch, ...]
     """What the encoders forward for the unit, in order of need."""
     schema: int = STEP_PLAN_SCHEMA
-    schedules: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)
+    schedules: Schedules = field(default=(), repr=False)
     """Searched action lists in their text form, ``schedules[dp_rank][pp_rank]``; empty: ``pipeline.schedule``.
 
     All replicas compute in one order of stages, with microbatches of their own: FSDP's collectives meet in it."""

@@ -1,4 +1,4 @@
-"""What a backbone rank does now."""
+"""What an actor does now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flowtrain.types.wire import message
 
 @message
 class Whereabouts:
-    """What a rank's training thread does at this moment."""
+    """What the working thread of a rank, encoder or feeder does at this moment. Producers count no units here."""
 
     unit: int
     """Index of the unit; -1: none yet."""

@@ -58,7 +58,7 @@ def run(config: RunConfig, directory: Path) -> list[Event]:
         producers += [Background(Encoder(config, "vision", "encoder-0", run_id).run, link)]
         rank = BackboneRank(config, 0, Degrees(), "backbone-dp0-pp0-tp0", spec.num_steps, run_id)
         rank.start(LOOPBACK, 0, None, spec.evaluations, None)
-        rank.run(link, 0, 0, str(directory))
+        rank.run(link, 0, 0, str(directory), run_id)
         for producer in producers:
             producer.join()
         return list(link.ask(CoordinatorApi.events))

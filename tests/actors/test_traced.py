@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,10 +58,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         observability={"trace": {"steps": TRACED}},
     )
     spec, run_id = prepare(config), new_run_id()
+    settings = replace(first_flow_settings(spec), last_traced_step=TRACED)
     probe_directory(directory, run_id).mkdir(parents=True)
     files = RunDir(directory)
     traces = RunTraces(files, num_done=0, num_steps=TRACED)
-    with local_coordinator(lambda: build_flow(config, spec.model_spec, first_flow_settings(spec))) as link:
+    with local_coordinator(lambda: build_flow(config, spec.model_spec, settings)) as link:
         encoder = Encoder(config, "vision", "encoder-0", run_id)
         rank = BackboneRank(config, 0, Degrees(), "backbone-dp0-pp0-tp0", spec.num_steps, run_id)
         order = TraceOrder(2, str(directory), profiler=True, memory=False)
@@ -68,7 +70,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         feeder = Feeder(config, run_id, spec.indexes, 0, 1, spec.plan.feeder.segment_nbytes)
         producers = [Background(feeder.run, link), Background(encoder.run, Elsewhere(link))]
         rank.start(LOOPBACK, 0, None, spec.evaluations, None)
-        rank.run(link, 0, 0, str(directory))
+        rank.run(link, 0, 0, str(directory), run_id, TRACED)
         for each in [*producers, *ended]:
             assert each.join() in (None, ()), "nothing failed"
         for event in link.ask(CoordinatorApi.events):

@@ -37,6 +37,8 @@ RATIOS = {"vlm_6b": 98.2, "vlm_32b": 16.15, "vlm_72b": 8.48}
         ("pipeweaver_vlm_l", 94.6),
         ("omnibal_6b_20b", 25.5),
         ("omnibal_6b_34b", 40.0),
+        ("pipeweaver_7b", 7.1),
+        ("pipeweaver_vlm_xl", 198.3),
     ],
 )
 def test_shipped_models_have_their_size(name: str, billions: float) -> None:
@@ -46,7 +48,7 @@ def test_shipped_models_have_their_size(name: str, billions: float) -> None:
 
 
 def test_every_shipped_model_is_looked_at() -> None:
-    tested = {mark.args[1][k][0] for mark in test_shipped_models_have_their_size.pytestmark for k in range(11)}
+    tested = {mark.args[1][k][0] for mark in test_shipped_models_have_their_size.pytestmark for k in range(13)}
     assert {path.stem for path in MODELS.glob("*.yaml")} == tested
 
 
@@ -122,6 +124,19 @@ def test_samples_may_be_listed(tmp_path: Path) -> None:
     assert workload.lengths.tolist() == [200]
     assert workload.target_lengths.tolist() == [50]
     assert [column.tolist() for column in workload.images["vision"]] == [[2], [100]]
+
+
+def test_several_patches_may_be_one_token(tmp_path: Path) -> None:
+    path = _with_samples(tmp_path / "model.yaml", SAMPLES)
+    path.write_text(path.read_text().replace("backbone:\n", "patches_per_token: {vision: 4}\nbackbone:\n", 1))
+    found = read_model_file(path)
+    assert found.workload.lengths.tolist() == [125] and found.workload.vision_lengths.tolist() == [25]
+    assert found.workload.images["vision"][1].tolist() == [100]
+    vision = found.model.encoders["vision"]
+    assert found.model.connector.feature_dim == 4 * vision.hidden_size and vision.patches_per_row == 4
+    path.write_text(path.read_text().replace("patches_per_token: {vision", "patches_per_token: {sound"))
+    with pytest.raises(ConfigError, match=r"patches_per_token names encoders \['sound'\]; encoders has \['vision'\]"):
+        read_model_file(path)
 
 
 def test_listed_samples_name_their_faults(tmp_path: Path) -> None:

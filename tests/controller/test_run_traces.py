@@ -92,6 +92,16 @@ def test_a_window_has_its_steps_in_a_private_directory_of_its_own(files: RunDir)
     assert names(directory / "trace.json") == ["step 3", "step 4"] and names(files.trace) == ["step 1"]
 
 
+def test_actors_that_start_later_record_what_an_open_trace_still_covers(files: RunDir) -> None:
+    traces = RunTraces(files, num_done=10, num_steps=2)
+    assert traces.last_step == 12
+    run(traces, [11])
+    traces.open_window(TraceSteps(14, 20))
+    assert traces.last_step == 20
+    run(traces, range(12, 21))
+    assert traces.last_step == 0, "nobody wants spans"
+
+
 def test_steps_of_both_are_in_both(files: RunDir) -> None:
     traces = RunTraces(files, num_done=0, num_steps=3)
     run(traces, [1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller import watch
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Role, RunState
-from flowtrain.controller.watch import BackboneLost, GroupLost, StopRequested, Watcher
+from flowtrain.controller.watch import BackboneLost, GraceOver, GroupLost, StopRequested, Watcher
 from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
 from flowtrain.types.events import CheckpointWritten, Event, Rejected
 from tests.controller.fake_ray import FakeRay, FakeWorkerGroup, Ref, died, not_constructed, task_error
@@ -34,7 +34,7 @@ class World:
     ) -> None:
         self.ray = FakeRay(monkeypatch)
         self.workers = FakeWorkerGroup(dict(roles), leaders)
-        self.stop = threading.Event()
+        self.stop = StopRequest()
         self.taken: list[Event] = []
         self.notes: list[str] = []
         self.take: Callable[[Event], None] = self.taken.append
@@ -49,7 +49,7 @@ class World:
         self.watcher = Watcher(
             self.workers,  # type: ignore[arg-type]  # what it uses of one
             self.state,
-            LimitsConfig(stop_timeout_s=0.01),
+            LimitsConfig(stop_timeout_s=0.01, preemption_grace_s=30.0),
             lambda event: self.take(event),
             self.notes.append,
             self.stop,
@@ -98,6 +98,20 @@ def test_a_stop_is_asked_for_once(world: World) -> None:
     assert len(world.notes) == 1 and "stopping" in world.notes[0]
 
 
+@pytest.mark.parametrize("ago_s", [10.0, 31.0])
+def test_a_run_that_got_sigterm_has_the_grace_and_no_longer(world: World, ago_s: float) -> None:
+    def terminate() -> None:
+        world.stop.terminated_s = time.monotonic() - ago_s
+        world.stop.set()
+
+    if ago_s < 30.0:
+        assert world.until_end(terminate, lambda: None, *world.all_return()) is True
+        assert "a checkpoint follows if it is complete within 20 s (limits.preemption_grace_s)" in world.notes[0]
+    else:
+        with pytest.raises(GraceOver):
+            world.until_end(terminate, lambda: None, *world.all_return())
+
+
 def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None:
     world.until_end(world.finish("encoder-0", value=died()), *world.all_return())
     assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
@@ -113,6 +127,15 @@ def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monke
     world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))
     assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
     assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are produced again"]
+
+
+def test_a_producer_that_hangs_is_named_with_what_it_did(world: World) -> None:
+    world.watcher.note_hang("encoder-0", "it has been in the forward of batch 2 of unit 7 for 9 s")
+    assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
+    assert world.notes == [
+        "encoder-0 hangs (it has been in the forward of batch 2 of unit 7 for 9 s); it is killed, started again, and "
+        "its parts are produced again"
+    ]
 
 
 def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:

@@ -169,6 +169,33 @@ def test_encoders_that_share_devices_start_after_the_ranks(actors: FakeActors) -
     assert list(workers.runs.values()) == ["feeder-0", "encoder-0", "encoder-1"]
 
 
+def test_an_encoder_that_dies_while_the_ranks_are_down_waits_for_their_devices(actors: FakeActors) -> None:
+    config = make_config(
+        name="kite",
+        mode="colocated",
+        model={"device": "auto"},
+        encoders={"vision": {"path": "unused", "tensor_parallel_size": 2}},
+        backbone={"path": "unused", "tensor_parallel_size": 2},
+    )
+    specs = actor_specs_of(fixed_plan(config))
+    workers = start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]
+    log: list[str] = []
+    for name in workers.spawn:
+        workers.spawn[name] = lambda name=name: FakeEncoder(name, log)  # type: ignore[misc]
+    workers.start_waiting()
+    workers.spawn_backbone()
+    log.clear()
+    workers.replace("encoder-0")
+    assert not log and "encoder-0" not in workers.actors and "encoder-0-tp1" not in workers.actors
+    workers.start_waiting()
+    assert log == [
+        "encoder-0 runs with ('link to coordinator',)",
+        "encoder-0-tp1 runs with ('port of encoder-0',)",
+    ]
+    workers.replace("encoder-0")
+    assert len(log) == 4, "the ranks have their devices"
+
+
 def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: FakeActors) -> None:
     actors.refused = "backbone-dp1-pp0-tp0"
     with pytest.raises(ValueError, match="is taken"):

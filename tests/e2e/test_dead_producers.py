@@ -189,3 +189,38 @@ def test_a_run_goes_on_without_an_encoder_that_may_not_start_again(
     run_training(config, classes=ActorClasses(encoder=DoomedEncoder))
     check_same_end(run_dir(config), undisturbed)
     assert len(deeds(config, "encoder-0", "die")) == 1
+
+
+class StoppedEncoder(Encoder):
+    """encoder-0 is stopped with a batch on its hands; it answers nobody."""
+
+    def encode(self, work: Work) -> dict[int, torch.Tensor]:
+        if self._name == "encoder-0" and work.lease.batch.unit > FIRST_GATE:
+            stop_once(self._config, self._name)
+        return super().encode(work)
+
+
+class StoppedFeeder(Feeder):
+    """Stopped later, with a share of a unit put, but not reported."""
+
+    def _size(self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int]) -> FeedReport:
+        report = super()._size(member, feed, unit, consumed)
+        if unit.index > SECOND_GATE + 2:
+            stop_once(self._config, self._name)
+        return report
+
+
+def stop_once(config: RunConfig, name: str) -> None:
+    if not deeds(config, name, "stop"):
+        note(config, name, "stop")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_producers_that_hang_are_named_and_cost_no_sample(
+    world: Path, undisturbed: RunDir, ray_cluster: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(world, "hanging", "limits.collective_timeout_s=15")
+    run_training(config, classes=ActorClasses(feeder=StoppedFeeder, encoder=StoppedEncoder))
+    check_same_end(run_dir(config), undisturbed)
+    said = capfd.readouterr().err
+    assert all(f"{name} hangs (it has not answered for" in said for name in ("encoder-0", "feeder-0"))

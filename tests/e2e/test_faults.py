@@ -100,6 +100,8 @@ def test_a_rewind_goes_back_to_the_checkpoint_on_all_ranks_and_the_data_goes_on(
     assert [line["rewound_to"] for line in lines] == [None] * 5 + [3] + [None] * 2
     positions = read_ledger(run_dir(config).ledger)["position"].to_pylist()
     assert positions == list(range(8 * 8)), "no data is run twice"
+    skipped = [(line["step"], line["position"]) for line in json_lines(run_dir(config).skipped)]
+    assert sorted(skipped) == [(1 + position // 8, position) for position in range(4 * 8, 6 * 8)]
     # The checkpoint of step 6 waited for step 7, which was finite.
     assert checkpoints_of(run_dir(config)) == ["step-00000007", "step-00000008"]
 

@@ -26,7 +26,7 @@ from flowtrain.observability.trackers.scalars import step_scalars
 from flowtrain.observability.trackers.tensorboard import TensorBoardTracker
 from flowtrain.observability.trackers.wandb import WandbTracker
 from flowtrain.types.metrics import PoolUse
-from flowtrain.types.run_events import Noted, RunEvent, RunStarted, StepFinished
+from flowtrain.types.run_events import Noted, Restarted, RunEvent, RunStarted, StepFinished
 from tests.disk import full_from
 from tests.observability.events import CHECKPOINT, ENDED, EVALUATED, T0, started
 
@@ -68,7 +68,18 @@ def test_the_numbers_of_a_step_are_those_of_its_line(make_metrics: Any) -> None:
     scalars = step_scalars(metrics)
     assert scalars["source_losses/a"] == 1.0 and scalars["read_nbytes_by_transport/nixl"] == 5
     assert scalars["slot_imbalance"] == 0.4 and scalars["tokens_per_s"] == 2000.0
-    for missing in ("loss", "source_losses/b", "step", "timestamp", "schema", "pool", "plan_digest", "mfu", "skipped"):
+    for missing in (
+        "loss",
+        "source_losses/b",
+        "step",
+        "timestamp",
+        "schema",
+        "pool",
+        "plan_digest",
+        "mfu",
+        "skipped",
+        "spike",
+    ):
         assert missing not in scalars
     assert "slot_imbalance" not in step_scalars(make_metrics(3))
 
@@ -124,6 +135,16 @@ def test_tensorboard_forgets_what_a_resume_repeats(run: Path, make_metrics: Any)
     whole_run(TensorBoardTracker(str(run / "boards")), run, make_metrics, step=7, resumed_from=7)
     (again,) = [event for event in board_of(run / "boards") if event.HasField("session_log")]
     assert again.step == 8 and again.session_log.status == again.session_log.START
+
+
+@pytest.mark.usefixtures("tensorboard")
+@pytest.mark.parametrize("steps_again", [0, 2])
+def test_tensorboard_forgets_what_a_run_that_went_back_repeats(run: Path, make_metrics: Any, steps_again: int) -> None:
+    board = TensorBoardTracker(str(run / "boards"))
+    board.on_run_start(started(run))
+    board.on_restart(Restarted(step=4, role="backbone", name="rank", reason="killed", steps_again=steps_again))
+    again = [event for event in board_of(run / "boards") if event.HasField("session_log")]
+    assert [event.step for event in again] == ([5] if steps_again else [])
 
 
 @pytest.mark.usefixtures("tensorboard")

@@ -149,3 +149,18 @@ def test_evaluations_and_checkpoints_that_a_resume_makes_again_are_left_out(tmp_
     run = read_run(directory)
     assert [each["step"] for each in run.of_kind("evaluation")] == [10, 20]
     assert [each["step"] for each in run.of_kind("checkpoint")] == [10, 20]
+
+
+def test_what_a_run_that_went_back_made_again_is_shown_once(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, num_steps=30)
+    first = [event("evaluation", 10, 10.0), event("checkpoint", 10, 11.0), event("evaluation", 20, 20.0)]
+    back = event("restart", 10, 30.0, role="backbone", name="rank", reason="killed", steps_again=12)
+    dead = event("restart", 20, 35.0, role="encoder", name="encoder-0", reason="killed", steps_again=0)
+    again = event("evaluation", 20, 40.0)
+    write_lines(directory / "events.jsonl", [started(), *first, back, again, dead])
+    run = read_run(directory)
+    assert [(each["step"], each["timestamp"]) for each in run.of_kind("evaluation")] == [
+        (10, first[0]["timestamp"]),
+        (20, again["timestamp"]),
+    ]
+    assert [each["step"] for each in run.of_kind("checkpoint")] == [10] and len(run.of_kind("restart")) == 2

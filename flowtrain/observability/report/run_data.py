@@ -184,14 +184,23 @@ def _events(path: Path, notes: Notes) -> tuple[Record, ...]:
 
 
 def _without_undone(events: Iterable[Record]) -> list[Record]:
-    """Leave out evaluations and checkpoints of steps that a later start made again."""
+    """Leave out evaluations and checkpoints of steps that a later start, or a run that went back, made again."""
     kept: list[Record] = []
     for event in events:
-        if event.get("event") == "run_started":
-            step = as_count(event.get("resumed_from")) or 0
+        step = _went_back_to(event)
+        if step is not None:
             kept = [each for each in kept if each.get("event") not in _OF_STEPS or as_number(each.get("step")) <= step]
         kept.append(event)
     return kept
+
+
+def _went_back_to(event: Record) -> int | None:
+    """Return the step after which all is made anew; None for an event that says nothing of the kind."""
+    if event.get("event") == "run_started":
+        return as_count(event.get("resumed_from")) or 0
+    if event.get("event") == "restart" and as_count(event.get("steps_again")):
+        return as_count(event.get("step"))
+    return None
 
 
 def _written_s(path: Path) -> float | None:

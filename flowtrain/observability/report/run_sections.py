@@ -111,7 +111,7 @@ def _tiles(run: RunData, figures: KeyFigures) -> Iterator[Tile]:
     if run.events:
         yield Tile("Restarts", f"{restarts:,}", "of actors")
     if len(run.steps.skipped):
-        yield Tile("Skipped", f"{len(run.steps.skipped):,}", "steps that were not finite")
+        yield Tile("Skipped", f"{len(run.steps.skipped):,}", "steps that made no update")
 
 
 def packing_table(run: RunData) -> Markup | None:
@@ -245,7 +245,7 @@ def _faults(run: RunData) -> Iterator[tuple[float, float, str, str]]:
             yield time_s, step, as_text(event.get("outcome")), as_text(event.get("reason"))
     times = run.steps["timestamp"]
     for place in np.flatnonzero(run.steps["skipped"] == 1):
-        text = "loss or gradients were not finite; no update"
+        text = "loss or gradients were not finite, or the loss was a spike; no update"
         yield float(times[place]), float(run.steps.step[place]), "skipped step", text
     for place in np.flatnonzero(np.isfinite(run.steps["rewound_to"])):
         text = f"weights and optimizer went back to the checkpoint of step {run.steps['rewound_to'][place]:,.0f}"

@@ -9,7 +9,7 @@ from flowtrain.observability.files import replace_text
 from flowtrain.types.metrics import StepMetrics
 from flowtrain.types.run_events import CheckpointFinished, EvaluationFinished
 
-_LEFT_OUT = frozenset({"schema", "timestamp", "step", "peak_flops", "skipped", "rewound_to"})
+_LEFT_OUT = frozenset({"schema", "timestamp", "step", "peak_flops", "skipped", "spike", "rewound_to"})
 
 
 def step_scalars(metrics: StepMetrics) -> dict[str, float]:

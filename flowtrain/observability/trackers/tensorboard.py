@@ -17,6 +17,7 @@ from flowtrain.types.run_events import (
     CheckpointFinished,
     EvaluationFinished,
     GeneratedSample,
+    Restarted,
     RunEnded,
     RunStarted,
     StepFinished,
@@ -40,7 +41,6 @@ class TensorBoardTracker(Callback):
     def on_run_start(self, event: RunStarted) -> None:
         """Open a file; those of a run that is resumed forget later steps."""
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import text
 
         self._directory = Path(event.directory)
@@ -48,8 +48,7 @@ class TensorBoardTracker(Callback):
         directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
         if event.resumed_from is not None:
-            again = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of this step and later ones
-            self._writer.write_event(Event(wall_time=event.timestamp, step=event.step + 1, session_log=again))
+            self._forget_after(event)
         self._write(text("config", _code(json.dumps(event.config, indent=2))), event)
 
     def on_step(self, event: StepFinished) -> None:
@@ -73,10 +72,22 @@ class TensorBoardTracker(Callback):
         """Write how long a checkpoint took."""
         self._write_scalars(checkpoint_scalars(event), event)
 
+    def on_restart(self, event: Restarted) -> None:
+        """Forget the steps that are made again, if the run went back."""
+        if event.steps_again:
+            self._forget_after(event)
+
     def on_run_end(self, event: RunEnded) -> None:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
+
+    def _forget_after(self, event: RunStarted | Restarted) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        again = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of this step and later ones
+        self._writer.write_event(Event(wall_time=event.timestamp, step=event.step + 1, session_log=again))
+        self._writer.flush()
 
     def _write_scalars(
         self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished

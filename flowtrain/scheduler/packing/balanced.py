@@ -21,12 +21,18 @@ def balanced(lengths: Lengths, rules: PackingRules) -> Bins:
     that are already even. If no bin fits, a new one is opened. (The second choice as printed, the shortest bin that
     fits, never applies: at that point no bin fits.) Ties: the lower bin. O(n log n).
     """
+    num_bins = -(-int(lengths.tokens.sum()) // rules.capacity)
+    return balanced_into(lengths, rules, -(-num_bins // rules.dp_size) * rules.dp_size)
+
+
+def balanced_into(lengths: Lengths, rules: PackingRules, num_bins: int) -> Bins:
+    """Pack as ``balanced`` does, with ``num_bins`` bins open from the start, but at most one for each sample."""
     cost = rules.cost
     numbers = _greedy_numbers(
         lengths.tokens,
         descending_order(lengths.tokens),
         rules.capacity,
-        rules.dp_size,
+        min(num_bins, len(lengths)),
         cost.per_token,
         cost.per_longest,
         cost.per_square,
@@ -39,12 +45,14 @@ def _greedy_numbers(
     tokens: IntArray,
     order: IntArray,
     capacity: int,
-    dp_size: int,
+    num_bins: int,
     per_token: float,
     per_longest: float,
     per_square: float,
 ) -> tuple[IntArray, int]:
     """Return each sample's bin and the number of bins; order: longest first.
+
+    num_bins: open from the start.
 
     A bin that is not empty already holds a sample at least as long. So a sample adds the same cost to each such bin,
     and the cheapest bin with it is the cheapest bin without it; empty bins come first. The constant of the cost has no
@@ -52,8 +60,6 @@ def _greedy_numbers(
     """
     num_samples = len(tokens)
     number = np.empty(num_samples, dtype=np.int64)
-    num_bins = int(-(-np.sum(tokens) // capacity))
-    num_bins = min(-(-num_bins // dp_size) * dp_size, num_samples)
     costs, residuals = np.empty(num_samples), np.full(num_samples, capacity)
     costs[:num_bins] = -np.inf
     candidates = [(costs[bin_number], bin_number) for bin_number in range(num_bins)]

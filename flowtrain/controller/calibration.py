@@ -147,13 +147,12 @@ def _steps_of(files: RunDir, config: RunConfig) -> list[_Step]:
         (each for each in spans if each.name in (*_COMPUTING, _UPDATE, "encode")), key=lambda each: each.end_s
     )
     lines = list(read_metrics(files.metrics)) if files.metrics.is_file() else []
-    updates = [each.end_s for each in work if each.name == _UPDATE]
     scale = config.emulation.time_scale if config.emulation is not None else 1.0
     steps = []
     for before, line in pairwise(lines):
         first, last = before["timestamp"], line["timestamp"]
         inside = tuple(each for each in work if first < each.end_s <= last)
-        if inside and updates and last <= max(updates) + 1.0:
+        if any(each.name == _UPDATE for each in inside):
             steps.append(_Step(line["step_time_s"], line["starved_s"], inside, scale))
     if not steps:
         raise ConfigError(

@@ -99,6 +99,11 @@ class CalibratedTimes:
         """As ``ModuleTimes``."""
         return self._by.encoder(encoder) * self._base.images_s(encoder, tp, in_ranks=in_ranks)
 
+    def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
+        """As ``ModuleTimes``; the factor is of forwards."""
+        decoding, forward = self._base.encode_stages_s(encoder, tp)
+        return decoding, self._by.encoder(encoder) * forward
+
     def sample_s(self, encoder: str, tp: int) -> float:
         """As ``ModuleTimes``."""
         return self._by.encoder(encoder) * self._base.sample_s(encoder, tp)

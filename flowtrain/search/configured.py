@@ -10,6 +10,7 @@ from flowtrain.costs.cluster import DeviceType, data_sheet_device_type
 from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.memory import USABLE_SHARE
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile, configured_profile
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError, FaultCode
@@ -43,6 +44,7 @@ def configured_search(config: RunConfig, model: ModelSpec) -> PipeTune | None:
         profile,
         {name: encoder.max_batch_patches for name, encoder in config.encoders.items()},
         {name: encoder.decode_threads for name, encoder in config.encoders.items()},
+        OperatorRules.of(config.costs),
     )
     placed = replace(setup, dp=degrees.dp, tp=degrees.tp)
     encoder = next(iter(config.encoders)) if config.mode == "monolithic" else ""
@@ -66,7 +68,7 @@ def _device(config: RunConfig, model: ModelSpec, profile: Profile | None, count:
         shapes = {**model.shapes(), "dtype": config.model.dtype}
         same = replace(profile, model={key: profile.model.get(key) for key in shapes})
         same.check(profile.device, shapes, profile.versions)  # other settings may differ
-        return profile.devices(count, per_node if settings is not None else profile.facts.devices_per_node)
+        return profile.devices(count, per_node if settings is not None else profile.known_facts.devices_per_node)
     if name is None and settings is not None:
         name = settings.device
     if name is None:

@@ -17,6 +17,7 @@ from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.layer_costs import LayerCosts, layer_costs
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import configured_profile
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError
@@ -127,7 +128,7 @@ def _times(config: RunConfig, model: ModelSpec) -> ActionTimes:
     backbone, profile = config.backbone, configured_profile(config)
     degrees = Degrees(1, backbone.pipeline_parallel_size, backbone.tensor_parallel_size)
     if profile is not None:
-        device = profile.devices(degrees.world_size, profile.facts.devices_per_node)
+        device = profile.devices(degrees.world_size, profile.known_facts.devices_per_node)
     else:
         device = _data_sheet(config, degrees.world_size)
     times = DeviceTimes(
@@ -138,6 +139,7 @@ def _times(config: RunConfig, model: ModelSpec) -> ActionTimes:
         profile,
         {name: encoder.max_batch_patches for name, encoder in config.encoders.items()},
         {name: encoder.decode_threads for name, encoder in config.encoders.items()},
+        OperatorRules.of(config.costs),
     )
     return ActionTimes(times, degrees, 1)
 

@@ -120,7 +120,7 @@ AGAIN = "or use no profile (rates are then from data sheets)"
         ({}, ("scheduler.microbatch_tokens=1024",), "layers.1 was measured up to 512, scheduler.microbatch_tokens is"),
         ({}, ("scheduler.microbatch_tokens=1024",), "profile again with scheduler.microbatch_tokens=1024, or use no"),
         ({"versions": {"torch": "1.0"}}, (), "versions.torch is '1.0' there and "),
-        ({"schema": 9}, (), "schema is 9, this version reads 1 and 2"),
+        ({"schema": 9}, (), "schema is 9, this version reads 3"),
     ],
 )
 def test_a_profile_of_something_else_is_one_message_and_exit_code_2(

@@ -103,5 +103,5 @@ def test_what_says_nothing_is_refused(config: RunConfig, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="no run"):
         flowtrain.calibrate(tmp_path / "nowhere")
     real = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"}), "emulated": None})
-    with pytest.raises(ConfigError, match=r"run done: no data sheet and no measured times .* --profile FILE"):
+    with pytest.raises(ConfigError, match=r"run done: no data sheet and no measured times .*--profile FILE"):
         calibrate_run(write_run(real))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule, StageModule
 
 Times = Callable[[int, Action], float]
 """Of a replica's action: seconds of a computation, or of the transfer of a launch."""
@@ -22,7 +22,8 @@ def finish_times(
 ) -> list[list[float]]:
     """When each rank of each replica is done.
 
-    gathers: ranks of a set of shards meet before each computation, or once before the first of each stage.
+    gathers: ranks of a set of shards meet before each computation, or once before the first of each stage; not of a
+        frozen encoder, which each replica has whole.
     reduces_each: they meet after each backward. All replicas meet after the last backward of each stage.
     """
     ranks = [(d, r) for d, lists in enumerate(replicas) for r in range(len(lists))]
@@ -32,6 +33,12 @@ def finish_times(
     link: dict[tuple[int, int, int], float] = {}
     met: dict[tuple[int, int, str], dict[int, float]] = {}
     last = {(d, r): _last_backwards(lists[r]) for d, lists in enumerate(replicas) for r in range(len(lists))}
+
+    trains_encoder = any(
+        action.kind is ActionKind.BACKWARD_STAGE and action.module is StageModule.ENCODER
+        for actions in replicas[0]
+        for action in actions
+    )
 
     def meet(rank: tuple[int, int], what: str, size: int) -> float | None:
         come = met.setdefault((rank[1], at[rank], f"{what} {rank[0] // size}"), {})
@@ -64,7 +71,8 @@ def finish_times(
             stage = action.module, action.stage
             before = [each for each in replicas[d][r][: at[rank]] if each.kind.is_compute]
             is_first = all((each.module, each.stage) != stage for each in before)
-            if len(replicas) > 1 and (gathers == "each" or (gathers == "once" and is_first)):
+            has_shards = action.module is StageModule.BACKBONE or trains_encoder
+            if len(replicas) > 1 and has_shards and (gathers == "each" or (gathers == "once" and is_first)):
                 begins = meet(rank, "before", shard_size)
                 if begins is None:
                     return False

@@ -102,8 +102,8 @@ class Roofline:
         passes, reductions = encoder_passes(self._setup, self._workload.freeze)
         layer = layers.encoder_layer(spec, self._setup, tp, *images_tokens(spec, num_images, num_patches))
         embedding = layers.patch_embedding(spec, self._setup, tp, num_patches)
-        # Patches have no gradient, but their weights have one.
-        embeddings = 1.0 if FROZEN_ENCODERS[0] in self._workload.freeze else 2.0
+        # Patches have no gradient, but their weights have one; they are recomputed with the layers.
+        embeddings = 1.0 if FROZEN_ENCODERS[0] in self._workload.freeze else 2.0 * passes / 3.0
         computing = spec.num_layers * passes * self._seconds((*layer.matrices, *layer.attention, *layer.moves))
         computing = computing + embeddings * self._seconds(embedding.matrices)
         computing = computing + self._seconds(layers.merging(spec, self._setup, tp, num_patches).matrices)

@@ -55,7 +55,7 @@ def test_an_encoder_lies_on_one_type_although_two_would_be_faster(tmp_path: Path
     heavy = tmp_path / "heavy.yaml"
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
     list_sample(values["workload"], 64, {"vision": [3584, 3584]})
-    values["backbone"]["num_hidden_layers"] = 9
+    values["backbone"]["num_hidden_layers"] = 8
     heavy.write_text(yaml.safe_dump(values))
     arguments = (str(heavy), APART, "--device", "h200=16", "--device", "a100=2")
     record = record_of(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import permutations
 
 import numpy as np
@@ -11,6 +12,8 @@ from flowtrain.scheduler.buckets import ALIKE
 
 MOST_CLUSTERS = 5
 """PipeTune keeps the number of clusters below six (its 5.2)."""
+MOST_TRIED = 6
+"""So few slots run in each of their orders: 720 are fewer than the changes that a longer order gets."""
 _RATIO = 1.25
 """Numbers of slots grow by this ratio."""
 _TIMES_FEWEST, _TIMES_RANKS = 2, 4
@@ -41,7 +44,9 @@ def clusters_of(latency: FloatArray) -> list[IntArray]:
 
 
 def cluster_orders(latency: FloatArray) -> IntArray:
-    """Return all orders of the clusters, ``[O, K]``; the first runs slots in their own order."""
+    """Return all orders of the clusters, or of few slots, ``[O, K]``; the first runs slots in their own order."""
+    if len(latency) <= MOST_TRIED:
+        return np.array(list(permutations(range(len(latency)))))
     orders = [np.concatenate(clusters) for clusters in permutations(clusters_of(latency))]
     return np.stack([np.arange(len(latency)), *orders])
 
@@ -49,3 +54,11 @@ def cluster_orders(latency: FloatArray) -> IntArray:
 def neighbour_places(num_slots: int, count: int) -> IntArray:
     """Return ``count`` pairs of places, always the same ones; int64 ``[count, 2]``."""
     return np.random.default_rng(0).integers(0, num_slots, (count, 2))
+
+
+def starting_orders(order: IntArray, count: int) -> Iterator[IntArray]:
+    """Yield a copy of an order, then random ones, always the same; ``count`` in all."""
+    yield order.copy()
+    rng = np.random.default_rng(0)
+    for _ in range(count - 1):
+        yield rng.permutation(order)

@@ -21,7 +21,7 @@ from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.scheduler.step_planner import in_order_of_need
 from flowtrain.search.early import early_schedule
 from flowtrain.search.one_f_one_b import IN_TIME, NOTHING_EARLY, best_of, improve, step_s
-from flowtrain.search.orders import cluster_orders, neighbour_places, slot_counts
+from flowtrain.search.orders import MOST_TRIED, cluster_orders, neighbour_places, slot_counts, starting_orders
 from flowtrain.search.room import StepRoom
 from flowtrain.search.works import SlotTimes, encodes_apart, slot_times, works_of
 from flowtrain.simulator.engine import Timeline
@@ -34,6 +34,8 @@ _IMPROVED = 2
 _STRETCHES = (1.0, 1.5, 2.0, 4.0)
 _TRIES = 400
 """Changes of the order of each of them: with the orders of at most five clusters, the budget of a search."""
+_SHORT, _STARTS, _TRIES_OF_SHORT = 16, 8, 100
+"""Changes of so few slots soon end in an order that no single change improves, so they start from several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,11 +167,16 @@ class PipeTune:
 
     def improved(self, draft: Draft) -> Draft:
         """Return a draft with a better order, where changes of single microbatches give one."""
-        if not self.parts.order or len(draft.order) < 3:
+        if not self.parts.order or len(draft.order) <= MOST_TRIED:
             return draft
-        order = draft.order.copy()
-        seconds = improve(order, neighbour_places(len(order), _TRIES), *draft.facts)
-        return replace(draft, order=order, seconds=seconds)
+        num_slots = len(draft.order)
+        starts, tries = (_STARTS, _TRIES_OF_SHORT) if num_slots <= _SHORT else (1, _TRIES)
+        places, best = neighbour_places(num_slots, tries), draft
+        for order in starting_orders(draft.order, starts):
+            seconds = improve(order, places, *draft.facts)
+            if seconds < best.seconds:
+                best = replace(draft, order=order, seconds=seconds)
+        return best
 
 
 def _is_within(size: MicrobatchSize, other: MicrobatchSize) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,14 @@ def run(config: RunConfig, directory: Path) -> list[Event]:
     """Run all steps; returns what the driver gets."""
     spec, run_id = prepare(config), new_run_id()
     probe_directory(directory, run_id).mkdir(parents=True)
-    with local_coordinator(lambda: build_flow(config, spec.model_spec, first_flow_settings(spec))) as link:
+    settings = replace(first_flow_settings(spec), last_traced_step=NUM_STEPS)
+    with local_coordinator(lambda: build_flow(config, spec.model_spec, settings)) as link:
         segment_nbytes = spec.plan.feeder.segment_nbytes
         producers = [Background(Feeder(config, run_id, spec.indexes, 0, 1, segment_nbytes).run, link)]
         producers += [Background(Encoder(config, "vision", "encoder-0", run_id).run, link)]
         rank = BackboneRank(config, 0, Degrees(), "backbone-dp0-pp0-tp0", spec.num_steps, run_id)
         rank.start(LOOPBACK, 0, None, spec.evaluations, None)
-        rank.run(link, 0, 0, str(directory), run_id)
+        rank.run(link, 0, 0, str(directory), run_id, last_traced_step=NUM_STEPS)
         for producer in producers:
             producer.join()
         return list(link.ask(CoordinatorApi.events))

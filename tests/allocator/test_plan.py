@@ -186,7 +186,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_faults(
 
 def test_a_segment_that_is_too_large_is_a_fault_of_the_pool() -> None:
     plan = split_plan()
-    large = replace(plan, encoders={"vit": replace(plan.encoders["vit"], segment_nbytes=1 << 60)})
+    large = replace(plan, encoders={"vit": replace(plan.encoders["vit"], segment_nbytes=1 << 50)})
     with pytest.raises(ConfigError) as caught:
         make_config().with_plan(large)
     assert [(fault.key, fault.code) for fault in caught.value.faults] == [

@@ -28,7 +28,8 @@ def test_a_profile_is_measured_and_planned_from(
     monkeypatch.setattr(trials, "NUM_STEPS", 2)
     world = World(seed=7)
     world.add_mixed(32)
-    config = tiny_config(tmp_path, world.write(tmp_path / "train.parquet"))
+    layers = "encoders.vision.config.num_hidden_layers=3"  # one layer has no strategies, and two compute one
+    config = tiny_config(tmp_path, world.write(tmp_path / "train.parquet"), "tiny", layers)
     path, saved = tmp_path / "tiny.yaml", tmp_path / "profile.json"
     path.write_text(dump_yaml(config.model_dump(mode="json")))
 
@@ -50,9 +51,9 @@ def test_a_profile_is_measured_and_planned_from(
     for tp, attention in profile.attention.items():
         assert attention.square_s >= 0 and len(attention.squares) == len(profile.layers[tp].num_tokens)
     words = {"none", "selective", "full", "offload"}
-    for strategies in (profile.strategies, profile.encoder_strategies["vision"]):
-        assert set(strategies) == words
-        assert strategies["full"].kept_nbytes < strategies["selective"].kept_nbytes < strategies["none"].kept_nbytes
+    backbone = profile.strategies
+    assert set(backbone) == set(profile.encoder_strategies["vision"]) == words
+    assert backbone["full"].kept_nbytes < backbone["selective"].kept_nbytes < backbone["none"].kept_nbytes
 
     result = CliRunner().invoke(app, ["plan", str(path), "--profile", str(saved), "--devices", "3", "--json"])
     assert result.exit_code == 0, result.stderr

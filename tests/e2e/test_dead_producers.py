@@ -216,6 +216,7 @@ def stop_once(config: RunConfig, name: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.nightly
 def test_producers_that_hang_are_named_and_cost_no_sample(
     world: Path, undisturbed: RunDir, ray_cluster: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,7 +77,7 @@ def test_an_export_loads_in_transformers_and_starts_a_new_run(tmp_path: Path, ra
     assert all(relative_difference(after[name], before[name]) == 0 for name in before)
 
 
-@pytest.mark.parametrize("freeze", [("connector",), ("backbone",)])
+@pytest.mark.parametrize("freeze", [("connector",), pytest.param(("backbone",), marks=pytest.mark.nightly)])
 def test_frozen_modules_stay_as_they_are(tmp_path: Path, ray_cluster: None, freeze: tuple[str, ...]) -> None:
     config = tiny_config(
         tmp_path, mixed_data(tmp_path), f"freeze-{freeze[0]}", model={"freeze": freeze}, training={"max_steps": 1}

@@ -77,6 +77,7 @@ def test_training_goes_on_and_the_next_checkpoint_succeeds(world: Path, disk: Sm
     assert len(metrics) == NUM_STEPS
 
 
+@pytest.mark.nightly
 def test_a_run_whose_last_checkpoint_has_no_room_ends_with_an_error(world: Path, disk: SmallDisk) -> None:
     log = world / "never.log"
     with driver(config_on(disk, world, "never"), log, prefix=disk.prefix) as running:

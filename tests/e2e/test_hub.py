@@ -61,6 +61,7 @@ def test_the_backbone_is_fetched_once(config: RunConfig, hub: HubServer, tmp_pat
     assert len(weights) > 1 and set(weights.values()) == {1}, "two ranks, one node"
 
 
+@pytest.mark.nightly
 def test_a_node_that_does_not_get_it_ends_the_start(config: RunConfig, hub: HubServer, tmp_path: Path) -> None:
     for file in (tmp_path / "served" / MODEL).glob("*.safetensors"):
         hub.broken.add(f"{MODEL}/{file.name}")

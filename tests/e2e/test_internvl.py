@@ -126,6 +126,7 @@ def test_an_export_starts_a_new_run_with_the_same_weights(directory: Path, ray_c
     assert all(relative_difference(after[name], before[name]) == 0 for name in before)
 
 
+@pytest.mark.nightly
 def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path) -> None:
     config = config_of(directory, "profiled")
     fewest, most = flowtrain.dry_run(config).image_tokens["vision"]

@@ -26,6 +26,7 @@ def test_nothing_is_left_of_a_run_whose_driver_is_killed(world: Path) -> None:
         wait_until(lambda: not victim.memory_left(), ORPHAN_LIMIT_S, lambda: victim.report(str(victim.memory_left())))
 
 
+@pytest.mark.nightly
 def test_a_run_that_cannot_end_within_the_grace_says_what_stands(world: Path) -> None:
     config = config_of(world, "preempted", "limits.preemption_grace_s=0.01")
     with driver(config, world / "preempted.log") as victim:

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,8 +207,13 @@ def broken(directory: Path, ray_cluster: None) -> Callable[[str, str], RunDir]:
     return run
 
 
+def nightly_but(mode: str) -> list[Any]:
+    """Parameters for all modes, of which each run tries one."""
+    return [mode, *(pytest.param(other, marks=pytest.mark.nightly) for other in MODES if other != mode)]
+
+
 # Others disturb runs of mode decoupled in many ways (test_resume.py, test_shapes.py).
-@pytest.mark.parametrize("mode", [pytest.param(SEEING[0], marks=pytest.mark.nightly), *list(MODES)[1:]])
+@pytest.mark.parametrize("mode", nightly_but("colocated"))
 def test_a_run_that_lost_a_rank_goes_on_to_the_bit(
     directory: Path, whole: Run, broken: Callable[[str, str], RunDir], mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,7 +240,7 @@ class DyingOnceRank(DyingRank):
         super()._ran(plan, fetched)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", nightly_but("decoupled"))
 def test_a_run_that_lost_a_rank_starts_the_backbone_again_to_the_bit(directory: Path, whole: Run, mode: str) -> None:
     config = config_of(directory, mode, f"gang-{mode}")
     assert run_training(config, classes=ActorClasses(backbone=DyingOnceRank)).step == NUM_STEPS
@@ -269,7 +275,10 @@ def test_a_rank_that_hangs_is_named_and_costs_no_step(
     ("before", "after", "said"),
     [
         ("decoupled", "monolithic", "with mode decoupled, now monolithic: losses agree only closely"),
-        ("monolithic", "colocated", "with mode monolithic, now colocated: losses agree only closely"),
+        pytest.param(
+            *("monolithic", "colocated", "with mode monolithic, now colocated: losses agree only closely"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             *("colocated", "disaggregated", "in mode colocated, now disaggregated: losses stay the same"),
             marks=pytest.mark.nightly,

@@ -74,9 +74,9 @@ def steps_of_every_kind(path: Path) -> Path:
     ("dp_size", "normalization", "optimizer", "tolerance"),
     [
         (1, "token", "adamw", 1e-4),
-        (2, "token", "sgd", 1e-5),
+        pytest.param(2, "token", "sgd", 1e-5, marks=pytest.mark.nightly),
         (2, "sample", "adamw", 1e-4),
-        (1, "sample", "sgd", 1e-5),
+        pytest.param(1, "sample", "sgd", 1e-5, marks=pytest.mark.nightly),
         (3, "token", "sgd", 1e-5),  # does not divide the batch
     ],
 )

@@ -102,7 +102,9 @@ def wait_until_settled(config: RunConfig, num_finished: int, ended: threading.Ev
     return finished(config)
 
 
-@pytest.mark.parametrize(("order", "num_before"), [("arrival", 3), ("deterministic", 1)])
+@pytest.mark.parametrize(
+    ("order", "num_before"), [("arrival", 3), pytest.param("deterministic", 1, marks=pytest.mark.nightly)]
+)
 def test_a_held_back_position_holds_back_its_own_microbatch_only(
     tmp_path: Path, ray_cluster: None, order: str, num_before: int
 ) -> None:

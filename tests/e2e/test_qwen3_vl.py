@@ -109,7 +109,7 @@ def test_emulated_devices_run_it_too(directory: Path, ray_cluster: None, mode: s
     assert all(row["state"] == "consumed" for row in ledger)
 
 
-@pytest.mark.parametrize("frozen", [(), (FROZEN,)])
+@pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.nightly), (FROZEN,)])
 def test_an_export_starts_a_new_run_with_the_same_weights(
     directory: Path, ray_cluster: None, frozen: tuple[str, ...]
 ) -> None:
@@ -138,7 +138,10 @@ def test_an_export_starts_a_new_run_with_the_same_weights(
     assert all(relative_difference(after[name], before[name]) == 0 for name in before)
 
 
-@pytest.mark.parametrize(("before", "after"), [("monolithic", "decoupled"), ("decoupled", "monolithic")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("monolithic", "decoupled"), pytest.param("decoupled", "monolithic", marks=pytest.mark.nightly)],
+)
 def test_a_frozen_connector_moves_with_a_resume(
     directory: Path, ray_cluster: None, caplog: pytest.LogCaptureFixture, before: str, after: str
 ) -> None:
@@ -153,7 +156,7 @@ def test_a_frozen_connector_moves_with_a_resume(
     assert [line["loss"] for line in json_lines(run_dir(config).metrics)] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("keys", [(), ("mode=monolithic", FROZEN)])
+@pytest.mark.parametrize("keys", [(), pytest.param(("mode=monolithic", FROZEN), marks=pytest.mark.nightly)])
 def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path, keys: tuple[str, ...]) -> None:
     config = config_of(directory, f"profiled-{len(keys)}", *keys)
     fewest, most = flowtrain.dry_run(config).image_tokens["vision"]

@@ -120,6 +120,7 @@ def test_a_run_is_interrupted_while_it_starts(world: Path) -> None:
         assert early.num_steps == 0
 
 
+@pytest.mark.nightly
 def test_a_killed_bf16_run_ends_as_the_undisturbed_one(world: Path, ray_cluster: None) -> None:
     undisturbed = bf16_config(world, "bf16-undisturbed")
     run_training(undisturbed)

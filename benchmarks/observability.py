@@ -1,11 +1,12 @@
 """What it costs to watch a run: CPU seconds of the quickstart with everything on against everything off.
 
-python benchmarks/observability.py [--pairs N] [--steps N] [--json]
+python benchmarks/observability.py [--pairs N] [--steps N] [--keep FILE] [--json]
 
 A pair is two runs of `flowtrain train configs/quickstart.yaml`, in turns with either one first. On: every step is
 traced, TensorBoard follows, Ray gets its metrics, there are lines of progress, and at the end the report with its
 pictures. Off: none of that. CPU seconds are those of all processes of a run, Ray's too, from the command to the end of
 the last of them.
+With --keep, pairs are kept in a file and a further call goes on, as long as the code and the machine stay the same.
 Ray's own dashboard runs in both, as it does by default. Needs tensorboardX (`pip install '.[tensorboard]'`).
 Exits with 1 if a run fails, if what is on has left nothing, or if two runs have different losses.
 """
@@ -13,17 +14,19 @@ Exits with 1 if a run fails, if what is on has left nothing, or if two runs have
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import median, stdev
 
 from _cpu_of_run import cpu_seconds
-from _report import Figure, at_most, emit
+from _end_to_end_store import code_version
+from _report import Figure, at_most, emit, machine
 
 from flowtrain.config.load import load_config
 from flowtrain.observability.metrics import read_metrics
@@ -56,6 +59,35 @@ class Watched:
     losses: tuple[tuple[float, float | None], ...]
 
 
+@dataclass(frozen=True)
+class Pair:
+    """What counts of two runs, in seconds."""
+
+    on_cpu_s: float
+    off_cpu_s: float
+    on_step_s: float
+    off_step_s: float
+
+
+class Kept:
+    """Pairs of one version of the code, one machine and so many steps; in a file if there is one."""
+
+    def __init__(self, file: Path | None, steps: int) -> None:
+        found = machine()
+        self._file = file
+        self._version = code_version(str(found["cpu"]), f"{found['cores']} cores", f"{steps} steps")
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        records = map(json.loads, lines)
+        self.pairs = [Pair(**record["pair"]) for record in records if record["version"] == self._version]
+
+    def add(self, pair: Pair) -> None:
+        """Keep a pair."""
+        self.pairs.append(pair)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps({"version": self._version, "pair": asdict(pair)}) + "\n")
+
+
 def run(name: str, overrides: tuple[str, ...], steps: int, directory: Path) -> Watched:
     """Train the quickstart in a process of its own."""
     values = [f"name={name}", f"runs_dir={directory}", f"training.max_steps={steps}", *overrides]
@@ -80,7 +112,7 @@ def check_shown(root: Path) -> None:
         sys.exit(f"{root}: trace.json has no steps, so not everything was on")
 
 
-def measure_pair(number: int, steps: int, directory: Path) -> tuple[Watched, Watched]:
+def measure_pair(number: int, steps: int, directory: Path) -> Pair:
     """Run with everything on and with everything off; even pairs begin with on."""
     overrides = {"on": (*ON, f"observability.trace.steps={steps}"), "off": OFF}
     found = {}
@@ -94,7 +126,7 @@ def measure_pair(number: int, steps: int, directory: Path) -> tuple[Watched, Wat
         sys.exit(f"pair {number}: the losses with everything on are other ones than with everything off")
     text = f"pair {number}: {on.cpu_s:.1f} and {off.cpu_s:.1f} CPU seconds, {_cost(on.cpu_s, off.cpu_s):+.2%}"
     print(text, file=sys.stderr, flush=True)
-    return on, off
+    return Pair(on.cpu_s, off.cpu_s, on.step_s, off.step_s)
 
 
 def _cost(on: float, off: float) -> float:
@@ -110,19 +142,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--steps", type=int, help="of each run, instead of the quickstart's own")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep pairs there, and go on after those that it has")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     steps = args.steps or load_config(QUICKSTART).training.max_steps
     assert steps is not None
     with tempfile.TemporaryDirectory(prefix="ft-watched-") as directory:
-        pairs = [measure_pair(number, steps, Path(directory)) for number in range(args.pairs)]
-    costs = [_cost(on.cpu_s, off.cpu_s) for on, off in pairs]
-    delays = [_cost(on.step_s, off.step_s) for on, off in pairs]
+        kept = Kept(args.keep, steps)
+        for number in range(len(kept.pairs), args.pairs):
+            kept.add(measure_pair(number, steps, Path(directory)))
+    pairs = kept.pairs
+    costs = [_cost(pair.on_cpu_s, pair.off_cpu_s) for pair in pairs]
+    delays = [_cost(pair.on_step_s, pair.off_step_s) for pair in pairs]
     load = f"{steps} steps, load average {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
     figures = [
         at_most("cpu_cost", median(costs), "1", TARGET, f"on / off - 1; {_spread(costs)}"),
-        Figure("cpu_on", median(on.cpu_s for on, _ in pairs), "CPU s", note=f"all processes of a run; {load}"),
-        Figure("cpu_off", median(off.cpu_s for _, off in pairs), "CPU s"),
+        Figure("cpu_on", median(pair.on_cpu_s for pair in pairs), "CPU s", note=f"all processes of a run; {load}"),
+        Figure("cpu_off", median(pair.off_cpu_s for pair in pairs), "CPU s"),
         Figure("step_time_cost", median(delays), "1", note=f"of the median step, on / off - 1; {_spread(delays)}"),
     ]
     emit("observability", figures, args.json)

@@ -25,7 +25,7 @@ from tests.training.ranks import (
     run_jobs_on_ranks,
     run_oracle,
 )
-from tests.training.test_parallel import FAMILY, INTERLEAVED, merged, shape, steps_for
+from tests.training.test_parallel import FAMILY, INTERLEAVED, at_night, merged, shape, steps_for
 from tests.training.test_trainer import assert_equal_training
 
 pytestmark = pytest.mark.processes
@@ -52,7 +52,7 @@ def oracle_of(family: TinyFamily, num_steps: int = 4) -> Outcome:
     return run_oracle(Job(config_of(family), steps_for(1)[:num_steps], family))
 
 
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=2), Degrees(pp=2), Degrees(dp=2, pp=2)], ids=shape)
+@pytest.mark.parametrize("degrees", [Degrees(), at_night(dp=2), at_night(pp=2), Degrees(dp=2, pp=2)], ids=shape)
 def test_the_encoder_in_each_place_equals_a_plain_loop(degrees: Degrees) -> None:
     cases = [(family, {"encoder_layers": place}) for place in PLACES for family in (FROZEN, TRAINED)]
     cases += [(TRAINED, INTERLEAVED | {"encoder_layers": place}) for place in PLACES]
@@ -105,7 +105,7 @@ IMAGELESS = (
 
 
 @pytest.mark.parametrize("kind", ["vit", "dinov2"])
-@pytest.mark.parametrize("degrees", [Degrees(dp=2), Degrees(dp=2, pp=2)], ids=shape)
+@pytest.mark.parametrize("degrees", [at_night(dp=2), Degrees(dp=2, pp=2)], ids=shape)
 def test_without_images_in_a_step_a_rank_or_a_microbatch(degrees: Degrees, kind: str) -> None:
     flat = tuple(tuple((held,) for row in slots for held in row if held) for slots in IMAGELESS)
     families = [replace(family, tower=kind) for family in (FROZEN, TRAINED)]
@@ -118,7 +118,7 @@ def test_without_images_in_a_step_a_rank_or_a_microbatch(degrees: Degrees, kind:
         assert_equal_training(found, run_oracle(Job(config_of(family), flat, family)), 1e-4)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(tp=2), Degrees(pp=2, tp=2), Degrees(dp=2, tp=2)], ids=shape)
+@pytest.mark.parametrize("degrees", [Degrees(tp=2), Degrees(pp=2, tp=2), at_night(dp=2, tp=2)], ids=shape)
 def test_a_tower_split_over_tensors_equals_a_plain_loop(degrees: Degrees) -> None:
     """Two steps: AdamW makes rounding of the first gradients grow from step to step."""
     kinds = ("dinov2", "vit") if degrees == Degrees(tp=2) else ("dinov2",)
@@ -161,8 +161,8 @@ def test_a_trained_tower_under_every_sharding_equals_a_plain_loop() -> None:
 
 @pytest.mark.parametrize("freeze", [("backbone",), ("connector",), ("connector", "backbone")], ids="-".join)
 def test_gradients_reach_the_tower_through_frozen_modules(freeze: tuple[str, ...]) -> None:
-    family = replace(TRAINED, freeze=freeze)
     """With SGD and float64, as above."""
+    family = replace(TRAINED, freeze=freeze)
     jobs = [Job(config_of(family, optimizer="sgd", encoder_layers=place), FURTHER, family) for place in PLACES]
     oracle = run_oracle(Job(config_of(family, optimizer="sgd"), FURTHER, family), exactly=True)
     for outcomes in run_jobs_on_ranks(Degrees(pp=2), jobs):

@@ -30,6 +30,11 @@ def shape(value: object) -> str:
     return f"dp{value.dp}pp{value.pp}tp{value.tp}" if isinstance(value, Degrees) else "-".join(map(str, value))
 
 
+def at_night(**degrees: int) -> Any:
+    """A parameter that only `make test-full` tries, since others try each of its degrees."""
+    return pytest.param(Degrees(**degrees), marks=pytest.mark.nightly)
+
+
 SIZES = (1, 2, 3, 4)
 SHAPES = [
     Degrees(dp, pp, tp) for dp in SIZES for pp in SIZES for tp in SIZES if 1 < Degrees(dp, pp, tp).world_size <= 4
@@ -88,7 +93,7 @@ def test_shapes_equal_a_plain_loop(degrees: Degrees) -> None:
     assert_equal_training(whole, oracle_of(family), 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_layers_split_over_tensors_equal_a_plain_loop() -> None:
     family, steps = TinyFamily(num_kv_heads=2), steps_for(1)[:2]  # to compile is what takes long
     outcomes = run_ranks(Degrees(tp=2), Job(CONFIG, steps, replace(family, compile_with="aot_eager")))
@@ -145,7 +150,11 @@ def test_variants_equal_a_plain_loop(degrees: Degrees, variant: dict[str, Any], 
     assert_equal_training(merged(outcomes), run_oracle(Job(config, steps_for(1), family)), 1e-4)
 
 
-@pytest.mark.parametrize("degrees", SHAPES, ids=shape)
+@pytest.mark.parametrize(
+    "degrees",
+    [each if each.world_size == 4 and each.pp < 4 else at_night(dp=each.dp, pp=each.pp, tp=each.tp) for each in SHAPES],
+    ids=shape,
+)
 def test_samples_rejected_after_planning_leave_no_trace(degrees: Degrees) -> None:
     rejected = frozenset({0, 2, 9, 13})  # 0 and 9 empty a microbatch
     family = family_for(degrees)

@@ -14,9 +14,9 @@ MOST_CLUSTERS = 5
 """PipeTune keeps the number of clusters below six (its 5.2)."""
 MOST_TRIED = 6
 """So few slots run in each of their orders: 720 are fewer than the changes that a longer order gets."""
-_RATIO = 1.25
+_RATIO = 1.4
 """Numbers of slots grow by this ratio."""
-_TIMES_FEWEST, _TIMES_RANKS = 2, 4
+_TIMES_FEWEST, _TIMES_RANKS = 2, 8
 """They grow up to so many times the fewest, or the pipeline's ranks: more would fill the pipeline hardly better."""
 
 

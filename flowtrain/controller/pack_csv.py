@@ -124,8 +124,8 @@ def _policy_notes(config: RunConfig) -> tuple[str, ...]:
     if config.pipeline.policy != "pipetune":
         return ()
     return (
-        "pipeline.policy is 'pipetune', which a CSV cannot show: the search needs the samples themselves; packed as with "
-        "'none' (leave out --lengths to see the run's own plans)",
+        "pipeline.policy is 'pipetune', which a CSV cannot show: the search needs the samples themselves; packed as "
+        "with 'none' (leave out --lengths to see the run's own plans)",
     )
 
 

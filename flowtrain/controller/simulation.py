@@ -141,7 +141,8 @@ class SimulationReport:
         if self.planning.planned.config.pipeline.policy != "pipetune":
             return ()
         return (
-            "pipeline.policy is 'pipetune', and the steps here are those of 'none', since the simulation does not search",
+            "pipeline.policy is 'pipetune', and the steps here are those of 'none', since the simulation does not "
+            "search",
         )
 
     def as_record(self) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
         ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *report.not_possible.items(),
+        *(("policy", note) for note in report.notes),
     ]
 
 

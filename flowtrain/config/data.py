@@ -198,7 +198,7 @@ def grouping_has_its_order(config: RunConfig) -> Iterator[Fault]:
             f"data.grouping groups the samples of one source, and data.sources has {len(data.sources)} entries, whose "
             "samples take turns; join them into one, or leave out data.grouping",
         )
-    policy = getattr(config.pipeline, "policy", "none")
+    policy = config.pipeline.policy
     if policy != "none":
         yield Fault(
             "pipeline.policy",

@@ -94,7 +94,12 @@ def _workload(
         vision_unit="image tiles",
         steps=tuple(steps),
         rejected={RejectReason.OVERSIZED_SAMPLE.value: num_rejected} if num_rejected else {},
-        source_notes=(*([_oversized_note(config, num_long, rejects)] if num_long else []), *notes, _NO_PLANS),
+        source_notes=(
+            *([_oversized_note(config, num_long, rejects)] if num_long else []),
+            *notes,
+            *_policy_notes(config),
+            _NO_PLANS,
+        ),
     )
 
 
@@ -112,6 +117,16 @@ _NO_PLANS = (
     "a CSV has lengths and no samples: the figures show how these lengths pack and do not predict a run's plans (with "
     "--json, digest is null)"
 )
+
+
+def _policy_notes(config: RunConfig) -> tuple[str, ...]:
+    """The search times images and targets of samples, and a CSV has none."""
+    if config.pipeline.policy != "pipetune":
+        return ()
+    return (
+        "pipeline.policy is 'pipetune', which a CSV cannot show: the search needs the samples themselves; packed as "
+        "with 'none' (leave out --lengths to see the run's own plans)",
+    )
 
 
 def _extrapolation_notes(costs: MicrobatchCosts, capacity: int) -> tuple[str, ...]:

@@ -135,6 +135,16 @@ class SimulationReport:
         }
         return {**unrated, **self.refused}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the run does and the simulated steps leave out."""
+        if self.planning.planned.config.pipeline.policy != "pipetune":
+            return ()
+        return (
+            "pipeline.policy is 'pipetune', and the steps here are those of 'none', since the simulation does not "
+            "search",
+        )
+
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         return {
@@ -146,6 +156,7 @@ class SimulationReport:
             "cpu_seconds": self.cpu_seconds,
             "modes": [mode.as_record() for mode in self.modes],
             "not_possible": self.not_possible,
+            "notes": list(self.notes),
         }
 
 

@@ -248,6 +248,13 @@ def test_a_csv_says_that_it_predicts_no_plans(lengths: str) -> None:
     assert any("data.order is arrival" in note for note in record_of(lengths, "data.order=arrival")["notes"])
 
 
+def test_a_csv_says_that_it_cannot_show_a_search(lengths: str) -> None:
+    search = ("pipeline.policy=pipetune", "backbone.accelerator_type=H200")
+    (note,) = (each for each in record_of(QUICKSTART, *search, "--lengths", lengths)["notes"] if "pipetune" in each)
+    assert "packed as with 'none'" in note
+    assert not any("pipetune" in each for each in record_of(QUICKSTART, "--lengths", lengths)["notes"])
+
+
 def test_more_rejected_samples_than_a_run_takes_are_said(lengths: str) -> None:
     few = record_of(lengths, "data.max_seq_len=1000")
     assert not any("would end" in note for note in few["notes"])

@@ -132,3 +132,10 @@ def test_one_device_carries_both_sides() -> None:
     (mode,) = report.modes
     assert mode.rate == pytest.approx(mode.rating.rate, rel=0.02)
     assert mode.rating.devices == 1 and mode.mfu < 0.68
+    assert report.notes == ()
+
+
+def test_a_search_that_is_not_simulated_is_named() -> None:
+    changes = ["mode=decoupled", "allocator.choose=[]", "pipeline.policy=pipetune", "backbone.accelerator_type=H200"]
+    report = flowtrain.simulate(QUICKSTART, changes, devices=1, device="h200")
+    assert report.as_record()["notes"] == list(report.notes) and "does not search" in report.notes[0]

@@ -163,6 +163,14 @@ def test_degrees_that_fit_are_planned(data: Path) -> None:
     assert str(backbone.degrees) == "dp=2 pp=2 tp=2" and backbone.num_actors == 8
 
 
+def test_a_search_without_times_of_the_devices_is_refused_before_anything_starts(data: Path) -> None:
+    search = "pipeline.policy=pipetune"
+    with pytest.raises(ConfigError, match=r"pipeline\.policy \('pipetune'\) .*allocator\.profile and") as caught:
+        prepare(config_of(data, search))
+    assert "backbone.accelerator_type" in str(caught.value) and "'balanced'" in str(caught.value)
+    prepare(config_of(data, search, "backbone.accelerator_type=H200"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "knob"),
     [

@@ -34,6 +34,9 @@ from flowtrain.pipeline.actions import Schedule, StageModule, schedule_text
 from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import build_schedule
+from flowtrain.search.early import early_schedule
+from flowtrain.search.one_f_one_b import IN_TIME, step_s
+from flowtrain.search.works import SlotTimes
 from flowtrain.training.batch import ImageBatch, PackedBatch, SampleArrays, SampleText, build_batch, pack_texts
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import BackboneGroup, device_mesh, init_backbone_group, open_listener
@@ -195,6 +198,7 @@ class Job:
     """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
 
     schedule_seed: the plans carry random legal action lists.
+    encodes_ahead: they carry lists that have the first rank encode as early as it can.
     save_after: the step after which ``save_to`` is written, beside the later ones; None: after all.
     """
 
@@ -208,6 +212,7 @@ class Job:
     save_to: Path | None = None
     save_after: int | None = None
     schedule_seed: int | None = None
+    encodes_ahead: bool = False
     counts_operators: bool = False
 
 
@@ -288,13 +293,26 @@ def _saver(trainer: Trainer) -> CheckpointSaver:
 def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
-    if job.schedule_seed is not None and plan.unit.kind is UnitKind.TRAIN:
-        lists = schedule_text(random_lists(trainer.model.partition, job.config, job.schedule_seed, plan))
+    if (job.schedule_seed is not None or job.encodes_ahead) and plan.unit.kind is UnitKind.TRAIN:
+        partition, seed = trainer.model.partition, job.schedule_seed
+        chosen = lists_ahead(partition, plan) if seed is None else random_lists(partition, job.config, seed, plan)
+        lists = schedule_text(chosen)
         plan = replace(plan, schedules=(lists,) * plan.dp_size).for_replica(trainer.group.dp_rank)
     actions = trainer.begin_unit(plan)
     with_pixels = trainer.group.pp_rank == trainer.model.partition.entry_rank
     execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config, with_pixels=with_pixels))
     return trainer.finish_unit()
+
+
+def lists_ahead(partition: Partition, plan: StepPlan) -> Schedule:
+    """Those of PipeTune where encoding takes little, and all outputs that wait fit."""
+    size, order = plan.num_slots, np.arange(plan.num_slots)
+    passes, none = np.ones((partition.pp_size, size)), np.zeros(size)
+    times = SlotTimes(passes, 2.0 * passes, np.full(size, 0.1), none)
+    early = np.empty(size, dtype=np.int64)
+    step_s(order, times.forward, times.backward, times.encode, none, none, 1.0, 1.0, early)
+    assert size <= 2 or (early != IN_TIME).any()
+    return early_schedule(partition, order, early.tolist(), times)
 
 
 def random_lists(partition: Partition, config: RunConfig, seed: int, plan: StepPlan) -> Schedule:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 HEADING = "## When something dies\n"
 
 
-def tests_of(file: Path) -> dict[str, bool]:
+def found_in(file: Path) -> dict[str, bool]:
     """Names of a file's tests, and whether ``nightly`` marks them or the whole file."""
     tree = ast.parse(file.read_text())
     marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
@@ -41,7 +41,7 @@ def test_a_row_has_tests_that_exist_of_which_one_always_runs(death: Death) -> No
     is_nightly = {}
     for node_id in death.tests:
         path, _, name = node_id.partition("::")
-        there = tests_of(ROOT / path) if (ROOT / path).is_file() else {}
+        there = found_in(ROOT / path) if (ROOT / path).is_file() else {}
         assert name in there, f"{node_id} shows what happens to {death.what}, but there is no such test"
         is_nightly[node_id] = there[name]
     assert not all(is_nightly.values()), f"{death.what}: the default suite has none of {death.tests}"

@@ -12,7 +12,7 @@ from flowtrain.controller.signals import StopRequest, stop_on_signals
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_for_the_end_and_a_second_one_ends_at_once(number: signal.Signals) -> None:
-    stop, before_s = StopRequest(), time.monotonic()
+    stop, before_s, handler = StopRequest(), time.monotonic(), signal.getsignal(signal.SIGINT)
     with stop_on_signals(stop):
         signal.raise_signal(number)
         assert stop.is_set()
@@ -22,4 +22,4 @@ def test_a_signal_asks_for_the_end_and_a_second_one_ends_at_once(number: signal.
             assert stop.terminated_s is None
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -5,24 +5,44 @@ from __future__ import annotations
 import pytest
 from shared.step_memory import CASES, Measured, measure
 
-pytestmark = pytest.mark.timeout(1500)  # four ranks compute in bfloat16, which CPUs without it emulate slowly
+# Four ranks compute in bfloat16, which CPUs without it emulate slowly.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
+
+DAILY = ("microbatch", "tp 2, selective", "pp 2", "trained encoder, pp 2, mixed")
+"""Together they meet every degree, a strategy, and an encoder."""
+
+
+class Once:
+    """Cases, each measured when it is asked for first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Measured]] = {}
+
+    def __getitem__(self, name: str) -> list[Measured]:
+        """The four ranks of a case."""
+        if name not in self._found:
+            self._found |= measure([CASES[name]])
+        return self._found[name]
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[Measured]]:
-    return measure(list(CASES.values()))
+def measured() -> Once:
+    return Once()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_peak_is_predicted(name: str, measured: dict[str, list[Measured]]) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+)
+def test_the_peak_is_predicted(name: str, measured: Once) -> None:
     predicted = CASES[name].predicted()
     fullest = max(each.device for each in measured[name])
     assert predicted.peak == pytest.approx(fullest, rel=0.10)
     assert predicted.host == pytest.approx(max(each.host for each in measured[name]), rel=0.02)
 
 
-def test_what_saves_memory_does(measured: dict[str, list[Measured]]) -> None:
-    peak = {name: max(each.device for each in ranks) for name, ranks in measured.items()}
+@pytest.mark.nightly
+def test_what_saves_memory_does(measured: Once) -> None:
+    peak = {name: max(each.device for each in measured[name]) for name in CASES}
     assert peak["microbatch"] < peak["step"] and peak["hybrid microbatch"] < peak["hybrid step"]
     assert peak["tp 2"] < peak["tp 2, tokens whole"] and peak["tp 4"] < peak["tp 4, tokens whole"]
     assert peak["offloaded"] < peak["microbatch"] and peak["tp 2, offloaded"] < peak["tp 2"]

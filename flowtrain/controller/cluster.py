@@ -61,7 +61,8 @@ def connected(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with local_ray.bounded_end(session, "the end of Ray"):
+            ray.shutdown()
         if session is not None:
             local_ray.remove_session(session)
 

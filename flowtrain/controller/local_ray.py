@@ -6,8 +6,12 @@ import logging
 import os
 import secrets
 import shutil
+import signal
+import socket
+import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +24,11 @@ _STDERR = 2
 _OTHERS = 0o077
 """What group and others may do with a file."""
 _REMOVE_ATTEMPTS, _REMOVE_RETRY_S = 5, 0.2
+_RAYLET_SOCKET = "/sockets/raylet"
+"""End of the path of the socket by which a process talks to its node's raylet."""
+
+SHUTDOWN_LIMIT_S = 20.0
+"""How long a call that ends something in Ray may wait for the raylet, which answers within a second."""
 
 
 @contextmanager
@@ -82,6 +91,75 @@ def is_open(file: Path) -> bool:
         return bool(file.stat().st_mode & _OTHERS)
     except OSError:  # it is not there
         return False
+
+
+@contextmanager
+def bounded_end(session: Path | None, what: str, limit_s: float = SHUTDOWN_LIMIT_S) -> Iterator[None]:
+    """Bound a block in which Ray may wait for this node's raylet, for which Ray itself has no limit.
+
+    After ``limit_s`` a warning names the wait. Stopped processes of a session that is this process's own are
+    continued; if that does not end the block within another ``limit_s``, the connection to the raylet is cut, which Ray
+    takes as an answer.
+
+    session: temporary directory of the cluster that this process started; None if it is another's. what: for the
+    warnings.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        if ended.wait(limit_s):
+            return
+        stopped = continue_stopped(session) if session is not None else []
+        numbers = ", ".join(map(str, stopped))
+        logger.warning(
+            "%s: the raylet, Ray's process of this node, has not answered for %g s%s; the connection to it is cut "
+            "after %g s more. What the run has written stands",
+            what,
+            limit_s,
+            f" (stopped: {numbers}, which are continued now)" if stopped else "",
+            limit_s,
+        )
+        if ended.wait(limit_s):
+            return
+        was_cut = cut_raylet()
+        if not ended.wait(limit_s):
+            reason = "although it is cut" if was_cut else "and there is no connection to cut"
+            logger.warning("%s: Ray still waits, %s; end process %d by SIGKILL", what, reason, os.getpid())
+
+    watching = threading.Thread(target=watch, name="ray-end", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+def continue_stopped(session: Path) -> list[int]:
+    """Continue the stopped children of this process that belong to a session of Ray; returns their numbers."""
+    continued = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):  # no process, or gone
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(parent) == os.getpid() and str(session) in (entry / "cmdline").read_text():
+                os.kill(int(entry.name), signal.SIGCONT)
+                continued.append(int(entry.name))
+    return sorted(continued)
+
+
+def cut_raylet() -> bool:
+    """Shut down this process's connections to the node's raylet; returns whether there was one."""
+    was_cut = False
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(number := int(entry.name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                peer = connection.getpeername() if connection.family == socket.AF_UNIX else ""
+                if isinstance(peer, str) and peer.endswith(_RAYLET_SOCKET):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    was_cut = True
+    return was_cut
 
 
 def mark_session(session: Path) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flowtrain.controller.local_ray import (
+    bounded_end,
+    continue_stopped,
+    cut_raylet,
     keep_token_private,
     mark_session,
     quiet,
@@ -96,3 +106,67 @@ def test_sessions_of_killed_drivers_are_removed_and_no_others(home: Path) -> Non
     mark_session(alive)
     remove_dead_sessions(home)
     assert [ours.exists(), alive.exists(), others.exists()] == [False, True, True]
+
+
+@pytest.fixture
+def raylet() -> Iterator[socket.socket]:
+    """This process's connection to a raylet that accepts it and never answers."""
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as directory,  # a socket's path has little room
+        socket.socket(socket.AF_UNIX) as listening,
+        socket.socket(socket.AF_UNIX) as connection,
+    ):
+        path = Path(directory) / "sockets" / "raylet"
+        path.parent.mkdir()
+        listening.bind(str(path))
+        listening.listen()
+        connection.connect(str(path))
+        yield connection
+
+
+def test_an_end_that_waits_for_a_silent_raylet_is_cut_with_a_warning(
+    raylet: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bounded_end(None, "the end", limit_s=0.01):
+        assert raylet.recv(1) == b"", "Ray waits like this for an answer, without a limit"
+    assert "the end: the raylet, Ray's process of this node, has not answered for 0.01 s" in caplog.text
+    assert "the connection to it is cut after 0.01 s more" in caplog.text
+
+
+def test_an_end_that_comes_by_itself_is_not_touched(raylet: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        with bounded_end(None, "the end", limit_s=60.0):
+            pass
+        with pytest.raises(KeyError), bounded_end(None, "the end", limit_s=60.0):
+            raise KeyError
+    assert caplog.records == []
+    raylet.setblocking(False)
+    with pytest.raises(BlockingIOError):  # still connected
+        raylet.recv(1)
+
+
+def test_other_connections_are_left_alone_and_nothing_leaks() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        open_before = len(os.listdir("/proc/self/fd"))
+        assert not cut_raylet()
+        left.send(b"x")
+        assert right.recv(1) == b"x" and len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_stopped_process_of_the_session_is_continued(home: Path) -> None:
+    def child(*arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", *arguments])
+
+    ours, running, others = child(f"--session={home}"), child(f"--session={home}"), child()
+    try:
+        for each in (ours, others):
+            each.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, each.pid, os.WSTOPPED | os.WNOWAIT)
+        assert continue_stopped(home) == [ours.pid]
+        os.waitid(os.P_PID, ours.pid, os.WCONTINUED)
+        assert continue_stopped(home) == []
+    finally:
+        for each in (ours, running, others):
+            each.kill()
+            each.wait()

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from flowtrain.data.sources import storage
 from flowtrain.data.sources.base import BadSample, RawImage, image_beneath
 from flowtrain.data.sources.image_files import path_beneath
-from flowtrain.data.sources.retries import RETRIES, read_with_retries
+from flowtrain.data.sources.retries import RETRIES, RETRY_DELAYS_S, read_with_retries
 from flowtrain.errors import DataError, SourceReadError
 from flowtrain.types.samples import RejectReason
 
@@ -173,6 +173,10 @@ def test_only_what_may_pass_is_tried_again(error: Exception, raised: type[Except
     assert RETRIES.take() == len(attempts) - 1 and RETRIES.take() == 0
     if raised in (SourceReadError, DataError):
         assert "the thing" in str(caught.value) and "Signature" not in str(caught.value)
+
+
+def test_three_more_attempts_come_within_three_seconds() -> None:
+    assert len(RETRY_DELAYS_S) == 3 and sum(RETRY_DELAYS_S) <= 3.0
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ _IMPROVED = 2
 _STRETCHES = (1.0, 1.5, 2.0, 4.0)
 _TRIES = 400
 """Changes of the order of each of them: with the orders of at most five clusters, the budget of a search."""
-_SHORT, _STARTS, _TRIES_OF_SHORT = 16, 8, 100
+_SHORT, _STARTS, _TRIES_OF_SHORT = 16, 16, 100
 """Changes of so few slots soon end in an order that no single change improves, so they start from several."""
 
 

@@ -87,12 +87,12 @@ def table_2(page: Page, num_steps: int) -> None:
         f"Table 2: what each part brings (13B, tp=4, pp=4, microbatches of at most {world.most} x 8,192 tokens)",
         f"parts | {header}",
         rows,
-        "`original`: packed in random order. `balanced`: by the balance algorithm. `order`: and their order, and what "
-        "the first stage encodes ahead. `all`: and the number of microbatches. The gains of all parts have the "
-        "paper's order. Balancing brings less here: packing in random order fills one microbatch after another, so that all "
-        "but the last have as many tokens, and 8,192 tokens of a 13B model are mostly matrix products. The paper's "
-        "15.35 s for DataMix1 are seven times what our 39,000 tokens a step take on 16 A100s; what else its steps hold, "
-        "it does not say.",
+        "`original`: packed in random order. `balanced`: by the balance algorithm. `order`: and their order, and "
+        "what the first stage encodes ahead. `all`: and the number of microbatches. The gains of all parts have "
+        "the paper's order. Balancing brings less here: packing in random order fills one microbatch after "
+        "another, so that all but the last have as many tokens, and 8,192 tokens of a 13B model are mostly matrix"
+        " products. The paper's 15.35 s for DataMix1 are seven times what our 39,000 tokens a step take on 16 "
+        "A100s; what else its steps hold, it does not say.",
     )
 
 
@@ -116,10 +116,10 @@ def figure_6(page: Page, num_steps: int) -> None:
         "Figure 6: models, mixtures, clusters",
         "model | mixture | sequences | original, s | balanced, s | all, s | over original | over balanced",
         rows,
-        "Sequences: of a microbatch, as many as fit memory. The paper tells ranges: 18.4 to 40.7 % over original, and "
-        "up to 19.3 % over balanced. It prints no figure of a single case but those of Table 2. Our range is wider: where "
-        "memory holds whole steps of DataMix1 in one or two microbatches, the original leaves three of four stages "
-        "idle; where memory holds one sequence, the pipeline is full without a search.",
+        "Sequences: of a microbatch, as many as fit memory. The paper tells ranges: 18.4 to 40.7 % over original,"
+        " and up to 19.3 % over balanced. It prints no figure of a single case but those of Table 2. Our range is"
+        " wider: where memory holds whole steps of DataMix1 in one or two microbatches, the original leaves three"
+        " of four stages idle; where memory holds one sequence, the pipeline is full without a search.",
     )
 
 

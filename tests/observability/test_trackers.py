@@ -56,6 +56,9 @@ def whole_run(tracker: Callback, run: Path, make_metrics: Any, **changes: Any) -
         deliver(tracker, event)
 
 
+RESTARTED = Restarted(step=4, role="backbone", name="rank", reason="killed", down_s=1.5, steps_again=2)
+
+
 def test_the_numbers_of_a_step_are_those_of_its_line(make_metrics: Any) -> None:
     metrics = make_metrics(
         3,
@@ -142,9 +145,12 @@ def test_tensorboard_forgets_what_a_resume_repeats(run: Path, make_metrics: Any)
 def test_tensorboard_forgets_what_a_run_that_went_back_repeats(run: Path, make_metrics: Any, steps_again: int) -> None:
     board = TensorBoardTracker(str(run / "boards"))
     board.on_run_start(started(run))
-    board.on_restart(Restarted(step=4, role="backbone", name="rank", reason="killed", steps_again=steps_again))
-    again = [event for event in board_of(run / "boards") if event.HasField("session_log")]
-    assert [event.step for event in again] == ([5] if steps_again else [])
+    board.on_restart(replace(RESTARTED, steps_again=steps_again))
+    events = board_of(run / "boards")
+    again = [event.step for event in events if event.HasField("session_log")]
+    assert again == ([5] if steps_again else [])
+    told = {value.tag: value.simple_value for event in events if event.step == 4 for value in event.summary.value}
+    assert told == {"restart/backbone/down_s": 1.5, "restart/backbone/steps_again": steps_again}
 
 
 @pytest.mark.usefixtures("tensorboard")
@@ -201,6 +207,17 @@ def test_wandb_gets_numbers_and_a_table(run: Path, make_metrics: Any, wandb: Fak
         ("cats", 3, "what is <b>this</b>?", "a cat", "a **dog**", str(run / "generated/2/cat.png"))
     ]
     assert calls[-1] == ("finish", (), {"exit_code": 1}), "it was stopped"
+
+
+def test_wandb_gets_what_a_restart_cost(run: Path, wandb: FakeWandb) -> None:
+    tracker = WandbTracker()
+    tracker.on_run_start(started(run))
+    tracker.on_restart(RESTARTED)
+    tracker.on_restart(replace(RESTARTED, role="encoder", down_s=None, steps_again=0))
+    assert [args[0] for args in wandb.runs[0].of("log")] == [
+        {"step": 4, "restart/backbone/down_s": 1.5, "restart/backbone/steps_again": 2},
+        {"step": 4, "restart/encoder/steps_again": 0},
+    ]
 
 
 def test_wandb_goes_on_with_its_run_after_a_resume_and_only_then(
@@ -264,6 +281,17 @@ def test_mlflow_gets_numbers_and_files(run: Path, make_metrics: Any, mlflow: Fak
     assert json.loads(json.dumps(generated[1]))["samples"][0]["text"] == "a **dog**"
     assert mlflow.calls.of("log_artifact") == [("run-1", str(run / "generated/2/cat.png"), "generated/00000002")]
     assert mlflow.calls[-1] == ("set_terminated", ("run-1",), {"status": "KILLED"})
+
+
+def test_mlflow_gets_what_a_restart_cost(run: Path, mlflow: FakeMlflow) -> None:
+    tracker = MlflowTracker()
+    tracker.on_run_start(started(run))
+    tracker.on_restart(RESTARTED)
+    logged = [metric for _, _, kwargs in mlflow.calls if "metrics" in kwargs for metric in kwargs["metrics"]]
+    assert {(key, value, step) for key, value, _, step in logged} == {
+        ("restart/backbone/down_s", 1.5, 4),
+        ("restart/backbone/steps_again", 2, 4),
+    }
 
 
 def test_mlflow_goes_on_with_its_run_after_a_resume(run: Path, make_metrics: Any, mlflow: FakeMlflow) -> None:

@@ -7,8 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.observability.callback import Callback
-from flowtrain.observability.trackers.scalars import checkpoint_scalars, evaluation_scalars, kept_id, step_scalars
-from flowtrain.types.run_events import CheckpointFinished, EvaluationFinished, RunEnded, RunStarted, StepFinished
+from flowtrain.observability.trackers.scalars import (
+    checkpoint_scalars,
+    evaluation_scalars,
+    kept_id,
+    restart_scalars,
+    step_scalars,
+)
+from flowtrain.types.run_events import (
+    CheckpointFinished,
+    EvaluationFinished,
+    Restarted,
+    RunEnded,
+    RunStarted,
+    StepFinished,
+)
 
 EXPERIMENT = "flowtrain"
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -61,6 +74,10 @@ class MlflowTracker(Callback):
         """Log how long a checkpoint took."""
         self._log(checkpoint_scalars(event), event)
 
+    def on_restart(self, event: Restarted) -> None:
+        """Log what the loss of an actor cost; steps that are made again follow under their numbers."""
+        self._log(restart_scalars(event), event)
+
     def on_run_end(self, event: RunEnded) -> None:
         """End the run there."""
         if self._run_id:
@@ -72,7 +89,9 @@ class MlflowTracker(Callback):
         run_id: str = self._client.create_run(number, run_name=name).info.run_id
         return run_id
 
-    def _log(self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished) -> None:
+    def _log(
+        self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished | Restarted
+    ) -> None:
         from mlflow.entities import Metric
 
         timestamp_ms = int(event.timestamp * 1000)

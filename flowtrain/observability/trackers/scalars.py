@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flowtrain.observability.files import replace_text
 from flowtrain.types.metrics import StepMetrics
-from flowtrain.types.run_events import CheckpointFinished, EvaluationFinished
+from flowtrain.types.run_events import CheckpointFinished, EvaluationFinished, Restarted
 
 _LEFT_OUT = frozenset({"schema", "timestamp", "step", "peak_flops", "skipped", "spike", "rewound_to"})
 
@@ -39,6 +39,12 @@ def checkpoint_scalars(event: CheckpointFinished) -> dict[str, float]:
     """Return the numbers of a checkpoint."""
     scalars = {"checkpoint/duration_s": event.duration_s}
     return scalars if event.nbytes is None else scalars | {"checkpoint/nbytes": event.nbytes}
+
+
+def restart_scalars(event: Restarted) -> dict[str, float]:
+    """Return what the loss of an actor cost, by its role."""
+    scalars = {f"restart/{event.role}/steps_again": float(event.steps_again)}
+    return scalars if event.down_s is None else scalars | {f"restart/{event.role}/down_s": event.down_s}
 
 
 def kept_id(directory: str, tracker: str, resumes: bool, make: Callable[[], str]) -> tuple[str, bool]:

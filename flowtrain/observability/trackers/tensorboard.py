@@ -12,7 +12,12 @@ from PIL import Image
 from flowtrain.config.home import expanded
 from flowtrain.observability.callback import Callback
 from flowtrain.observability.files import PRIVATE_DIRECTORY
-from flowtrain.observability.trackers.scalars import checkpoint_scalars, evaluation_scalars, step_scalars
+from flowtrain.observability.trackers.scalars import (
+    checkpoint_scalars,
+    evaluation_scalars,
+    restart_scalars,
+    step_scalars,
+)
 from flowtrain.types.run_events import (
     CheckpointFinished,
     EvaluationFinished,
@@ -73,9 +78,10 @@ class TensorBoardTracker(Callback):
         self._write_scalars(checkpoint_scalars(event), event)
 
     def on_restart(self, event: Restarted) -> None:
-        """Forget the steps that are made again, if the run went back."""
+        """Forget the steps that are made again, if the run went back, and write what the loss of an actor cost."""
         if event.steps_again:
             self._forget_after(event)
+        self._write_scalars(restart_scalars(event), event)
 
     def on_run_end(self, event: RunEnded) -> None:
         """Close the file."""
@@ -90,14 +96,16 @@ class TensorBoardTracker(Callback):
         self._writer.flush()
 
     def _write_scalars(
-        self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished
+        self, scalars: dict[str, float], event: StepFinished | EvaluationFinished | CheckpointFinished | Restarted
     ) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(Summary(value=values), event)
 
-    def _write(self, summary: Any, event: RunStarted | StepFinished | EvaluationFinished | CheckpointFinished) -> None:
+    def _write(
+        self, summary: Any, event: RunStarted | StepFinished | EvaluationFinished | CheckpointFinished | Restarted
+    ) -> None:
         """Write a summary; raises OSError if the disk refuses it."""
         from tensorboardX.proto.event_pb2 import Event
 

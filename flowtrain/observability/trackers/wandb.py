@@ -7,8 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.observability.callback import Callback
-from flowtrain.observability.trackers.scalars import checkpoint_scalars, evaluation_scalars, kept_id, step_scalars
-from flowtrain.types.run_events import CheckpointFinished, EvaluationFinished, RunEnded, RunStarted, StepFinished
+from flowtrain.observability.trackers.scalars import (
+    checkpoint_scalars,
+    evaluation_scalars,
+    kept_id,
+    restart_scalars,
+    step_scalars,
+)
+from flowtrain.types.run_events import (
+    CheckpointFinished,
+    EvaluationFinished,
+    Restarted,
+    RunEnded,
+    RunStarted,
+    StepFinished,
+)
 
 PROJECT = "flowtrain"
 COLUMNS = ("source", "row", "prompt", "reference", "text", "image")
@@ -56,6 +69,10 @@ class WandbTracker(Callback):
     def on_checkpoint(self, event: CheckpointFinished) -> None:
         """Log how long a checkpoint took."""
         self._run.log({"step": event.step, **checkpoint_scalars(event)})
+
+    def on_restart(self, event: Restarted) -> None:
+        """Log what the loss of an actor cost; steps that are made again follow under their numbers."""
+        self._run.log({"step": event.step, **restart_scalars(event)})
 
     def on_run_end(self, event: RunEnded) -> None:
         """Finish the run there; it counts as failed unless it is done."""

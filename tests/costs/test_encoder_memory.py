@@ -66,6 +66,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)]
+
+
 def make_stage(name: str, dtype: torch.dtype) -> EncoderStage:
     model_type, extra = TOWERS[name]
     if model_type == "qwen3_vl_vision":
@@ -106,7 +109,7 @@ def kept_nbytes(
     return nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_trained_tower_keeps_what_torch_keeps(name: str, dtype: torch.dtype) -> None:
     whole = make_stage(name, dtype)
@@ -120,7 +123,7 @@ def test_a_trained_tower_keeps_what_torch_keeps(name: str, dtype: torch.dtype) -
         assert predicted == pytest.approx(kept, rel=0.05), layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_layer_is_what_one_more_layer_keeps(name: str, dtype: torch.dtype) -> None:
     whole = make_stage(name, dtype)
@@ -131,7 +134,7 @@ def test_a_layer_is_what_one_more_layer_keeps(name: str, dtype: torch.dtype) -> 
     assert predicted == pytest.approx(three - two, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("checkpointing", STRATEGIES)
 @pytest.mark.parametrize("name", ["siglip", "dinov2, gated", "qwen3_vl"])
 def test_recomputed_layers_keep_what_torch_keeps(name: str, checkpointing: str, dtype: torch.dtype) -> None:
@@ -227,7 +230,7 @@ class PeakStorages(LiveStorages):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frozen_encoder_holds_the_levels_of_deepstack_until_its_end(dtype: torch.dtype) -> None:
     peaks, predicted = [], []
     for name in ("qwen3_vl, no deepstack", "qwen3_vl"):

@@ -8,8 +8,8 @@ from shared.step_memory import CASES, Measured, measure
 # Four ranks compute in bfloat16, which CPUs without it emulate slowly.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
-DAILY = ("tp 2, selective", "trained encoder, pp 2, mixed")
-"""Together they meet every degree, a strategy and an encoder; a case takes half a minute."""
+DAILY = ("trained encoder, pp 2, mixed",)
+"""A case takes a minute."""
 
 
 class Once:

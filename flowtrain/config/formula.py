@@ -19,6 +19,8 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _FUNCTIONS = ("max", "min")
+MOST_SIGNS = 400
+"""Of a formula: Python's parser gives up on deep ones with errors of its own."""
 _Function = Callable[[Any, Any], Any]
 
 
@@ -27,6 +29,8 @@ class Formula:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        if len(text) > MOST_SIGNS:
+            raise ValueError(f"a formula of {len(text):,} signs is longer than {MOST_SIGNS}; shorten it")
         try:
             self._body = ast.parse(text.strip(), mode="eval").body
         except SyntaxError as error:

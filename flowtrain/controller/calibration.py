@@ -5,6 +5,7 @@ No Ray, no torch. A span's predicted time counts the data's mean mix of its toke
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from flowtrain.types.messages import Span
 
 _COMPUTING = ("forward", "backward")
 _UPDATE = "optimizer"
+_PP_RANK = re.compile(r"-pp(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class _Fit:
             tp = self._config.encoders[self._encoder].tensor_parallel_size
             yield self._encoder, self._images_s(int(span.args.get("images", 0)), tp, in_ranks=False)
         elif span.name == _UPDATE:
-            rank = min(self._degrees.pp - 1, _pp_rank(span.actor, self._degrees.pp, self._degrees.tp))
+            rank = min(self._degrees.pp - 1, _pp_rank(span.actor))
             works = [stage_work(self._partition, each, self._encoder) for each in self._partition.of_rank(rank)]
             if (seconds := self._actions.optimizer_s(works)) > 0:
                 yield _UPDATE, seconds
@@ -250,7 +252,7 @@ class _Fit:
         return self._times.images_s(self._encoder, [mean] * count, tp, in_ranks=in_ranks)
 
 
-def _pp_rank(actor: str, pp: int, tp: int) -> int:
-    """The pipeline rank of a backbone actor, by the number in its name (``backbone-3``)."""
-    number = actor.split(" ")[0].rpartition("-")[2]
-    return int(number) // tp % pp if number.isdigit() else 0
+def _pp_rank(actor: str) -> int:
+    """The pipeline rank of a backbone actor, by its name (``backbone-dp0-pp1-tp0``)."""
+    found = _PP_RANK.search(actor)
+    return int(found[1]) if found is not None else 0

@@ -127,8 +127,10 @@ class CalibratedTimes:
         return self._base.replicas_s(sharding, parameters, shards)
 
     def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
-        """As ``ModuleTimes``; what the run's steps had of it is in ``step_s``."""
-        return np.zeros_like(num_microbatches)
+        """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
+        if self._by.step_host_s:
+            return np.zeros_like(num_microbatches)
+        return self._base.host_s(num_microbatches, replicas, has_encoders=has_encoders)
 
 
 def factors_text(calibration: Calibration) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 import flowtrain
 from flowtrain.cli.app import app
-from flowtrain.config.load import dump_resolved
+from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.calibration import CalibrationReport, calibrate_run
 from flowtrain.costs.profile import read_profile
@@ -36,8 +37,13 @@ def config(tmp_path: Path) -> RunConfig:
     )
 
 
-def write_run(config: RunConfig, longer: float = 1.0, stall: bool = False) -> Path:
-    """Write what a run leaves; longer: factor of all its spans. The devices' time is half of this machine's."""
+def write_run(
+    config: RunConfig, longer: float = 1.0, stall: bool = False, actor: str = "backbone-dp0-pp0-tp0 (emulated)"
+) -> Path:
+    """Write what a run leaves; longer: factor of all its spans; actor: of the backbone.
+
+    The devices' time is half of this machine's.
+    """
     root = run_dir(config).root
     root.mkdir(parents=True, exist_ok=True)
     run_dir(config).config.write_text(dump_resolved(config))
@@ -49,10 +55,16 @@ def write_run(config: RunConfig, longer: float = 1.0, stall: bool = False) -> Pa
         for number in range(MICROBATCHES):
             for name, seconds in (("forward", 0.1), ("backward", 0.2)):
                 took = longer * seconds * (20 if stall and step == 5 and number == 1 else 1)
-                args = {"microbatch": number, "module": "backbone", "stage": 0, "num_tokens": tokens, "images": 0}
-                spans.append(Span("backbone-0 (emulated)", name, at, at + took, args))
+                args: dict[str, int | float | str] = {
+                    "microbatch": number,
+                    "module": "backbone",
+                    "stage": 0,
+                    "num_tokens": tokens,
+                    "images": 0,
+                }
+                spans.append(Span(actor, name, at, at + took, args))
                 at += took
-        spans.append(Span("backbone-0 (emulated)", "optimizer", at, at + longer * 0.02, {"step": step + 1}))
+        spans.append(Span(actor, "optimizer", at, at + longer * 0.02, {"step": step + 1}))
         spans.append(Span("encoder-0 (emulated)", "encode", begin, begin + longer * 0.3, {"images": 4, "unit": step}))
     run_dir(config).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     writer = TraceWriter(run_dir(config).trace)
@@ -64,6 +76,16 @@ def write_run(config: RunConfig, longer: float = 1.0, stall: bool = False) -> Pa
 def factors(report: CalibrationReport) -> list[float]:
     found = report.calibration
     return [found.backbone, found.encoder("vision"), found.optimizer]
+
+
+def test_an_update_is_compared_with_that_of_its_own_pipeline_rank(config: RunConfig) -> None:
+    split = override_config(config, ["backbone.pipeline_parallel_size=2", "name=split"])
+    found = []
+    for rank in (0, 1):
+        root = write_run(split, actor=f"backbone-dp0-pp{rank}-tp0 (emulated)")
+        found.append(calibrate_run(root).calibration.optimizer)
+        shutil.rmtree(root)
+    assert found[0] != pytest.approx(found[1], rel=0.01), "the last rank has a head, the first one a connector"
 
 
 def test_factors_are_in_proportion_to_the_spans_and_stalls_do_not_count(config: RunConfig) -> None:

@@ -97,6 +97,13 @@ def test_what_is_no_rule_is_refused(text: str, message: str) -> None:
         CostsConfig.model_validate({"rules": {"norm": text}})
 
 
+@pytest.mark.parametrize("text", ["-" * 100_000 + "1", "1" + "+1" * 50_000, "max(" * 2000 + "1" + ")" * 2000])
+def test_a_formula_too_long_for_a_parser_is_refused_in_a_word(text: str) -> None:
+    with pytest.raises(ValidationError, match="is longer than 400; shorten it"):
+        CostsConfig.model_validate({"rules": {"norm": text}})
+    assert Formula("-" * 398 + "1")({}) == 1.0
+
+
 @given(st.floats(0.1, 1e6), st.floats(0.1, 1e6))
 def test_a_formula_is_what_python_makes_of_it(flops: float, nbytes: float) -> None:
     text = "max(flops / 3, -nbytes + 2 ** 2, min(nbytes, 7)) * 2 - 1"

@@ -24,7 +24,7 @@ from tests.e2e.disturbed import exact_metrics, run_undisturbed
 from tests.e2e.processes import RUN_LIMIT_S
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]  # every wait has a limit of its own
 
 NUM_STEPS = 16
 MOST_OF_A_NODE = 0.75 * NODE_CPUS

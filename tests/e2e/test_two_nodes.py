@@ -21,12 +21,13 @@ from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.observability.run_dir import RunDir, run_dir
 from tests.e2e.clusters import BIN, json_lines, wait_until
 from tests.e2e.disturbed import exact_metrics, run_undisturbed
-from tests.e2e.processes import RUN_LIMIT_S
 from tests.e2e.worlds import World, tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]  # every wait has a limit of its own
 
 NUM_STEPS = 16
+RUN_LIMIT_S = 600.0
+"""Six cold processes start on each of two nodes that share the machine's cores."""
 MOST_OF_A_NODE = 0.75 * NODE_CPUS
 
 

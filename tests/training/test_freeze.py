@@ -37,7 +37,7 @@ from tests.training.test_combinations import (
     two_steps,
 )
 from tests.training.test_monolithic import config_of as monolithic_config
-from tests.training.test_parallel import CONFIG, FAMILY, INTERLEAVED, merged, shape, steps_for
+from tests.training.test_parallel import CONFIG, FAMILY, INTERLEAVED, but_at_night, merged, shape, steps_for
 from tests.training.test_trainer import assert_equal_training
 
 pytestmark = pytest.mark.processes
@@ -126,7 +126,9 @@ def trained_names(family: TinyFamily) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("degrees", RUNS, ids=shape)
+@pytest.mark.parametrize(
+    "degrees", but_at_night(RUNS, (Degrees(tp=2), Degrees(dp=4), Degrees(pp=2), Degrees(dp=2, pp=2))), ids=shape
+)
 def test_what_is_not_frozen_is_trained_as_in_a_plain_loop(degrees: Degrees) -> None:
     cases, steps = RUNS[degrees], two_steps(degrees.dp)
     jobs = [Job(config_with(case.backbone), steps, case.family, schedule_seed=case.seed) for case in cases]

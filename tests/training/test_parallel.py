@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,11 @@ def shape(value: object) -> str:
 def at_night(**degrees: int) -> Any:
     """A parameter that only `make test-full` tries, since others try each of its degrees."""
     return pytest.param(Degrees(**degrees), marks=pytest.mark.nightly)
+
+
+def but_at_night(every: Iterable[Degrees], nightly: Collection[Degrees]) -> list[Any]:
+    """All of them as parameters, some only at night."""
+    return [pytest.param(each, marks=pytest.mark.nightly) if each in nightly else each for each in every]
 
 
 SIZES = (1, 2, 3, 4)
@@ -152,7 +158,7 @@ def test_variants_equal_a_plain_loop(degrees: Degrees, variant: dict[str, Any], 
 
 @pytest.mark.parametrize(
     "degrees",
-    [each if each.world_size == 4 and each.pp < 4 else at_night(dp=each.dp, pp=each.pp, tp=each.tp) for each in SHAPES],
+    but_at_night(SHAPES, [each for each in SHAPES if each.world_size < 4 or each.pp == 4]),
     ids=shape,
 )
 def test_samples_rejected_after_planning_leave_no_trace(degrees: Degrees) -> None:

@@ -32,7 +32,7 @@ from tests.training.ranks import (
     run_ranks,
 )
 from tests.training.test_monolithic import config_of as monolithic
-from tests.training.test_parallel import FAMILY, INTERLEAVED, shape
+from tests.training.test_parallel import FAMILY, INTERLEAVED, at_night, shape
 from tests.training.towers import FEATURE_DIM, make_images, make_tower, plain_features
 
 FAMILY = replace(FAMILY, tied=False)
@@ -201,7 +201,7 @@ def test_the_answers_compared_here_differ_and_some_end_early() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "degrees",
-    [Degrees(), Degrees(dp=2), Degrees(pp=2), Degrees(tp=2), Degrees(dp=2, tp=2), Degrees(pp=2, tp=2)],
+    [Degrees(), Degrees(dp=2), Degrees(pp=2), at_night(tp=2), at_night(dp=2, tp=2), Degrees(pp=2, tp=2)],
     ids=shape,
 )
 def test_answers_are_those_of_hugging_face_and_training_goes_on_as_without(degrees: Degrees) -> None:

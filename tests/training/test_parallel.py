@@ -119,7 +119,7 @@ def test_interleaved_stages_equal_a_plain_loop(degrees: Degrees) -> None:
     assert_equal_training(merged(outcomes), oracle_of(family), 1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 @pytest.mark.parametrize(
     ("degrees", "pipeline"),
     [(Degrees(pp=2), {}), (Degrees(pp=3), {}), (Degrees(pp=2), INTERLEAVED), (Degrees(dp=2, pp=2), INTERLEAVED)],

@@ -10,12 +10,12 @@ CSVs with the columns num_image_tiles,num_tokens. Nothing is fitted to the paper
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from _omnibal_models import CASES, CHAT_1_5, TOKENS_PER_TILE, Case
 from _omnibal_steps import BASELINE_BATCH, Data, World, by_rank, largest, mean_work
+from _page import Page
 from _report import Figure, commit, emit, machine
 
 from flowtrain.costs.flops import IntArray
@@ -38,21 +38,6 @@ TABLE_10 = {
     6: (Data(6, 5.2, 569.0, 14, 5120), 147.0, 72.0),
     12: (Data(12, 7.4, 808.0, 14, 5120), 209.0, 105.0),
 }
-
-
-@dataclass
-class Page:
-    """Figures, and the tables of the report."""
-
-    figures: list[Figure]
-    lines: list[str]
-
-    def table(self, title: str, header: str, rows: list[str], note: str = "") -> None:
-        """Add a table; cells are separated by bars."""
-        columns = header.count("|") + 1
-        self.lines += ["", f"## {title}", "", f"| {header} |", "|" + " --- |" * columns]
-        self.lines += [f"| {row} |" for row in rows]
-        self.lines += ["", note] if note else []
 
 
 def table_4(page: Page) -> None:
@@ -243,7 +228,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write the tables there, as Markdown")
     args = parser.parse_args()
-    page = Page([], [])
+    page = Page()
     for section in (table_4, table_5, table_7, table_9, table_10):
         section(page)
     for trace in args.traces:

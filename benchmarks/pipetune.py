@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 from _lengths import MIXTURES
+from _page import Page
 from _pipetune_steps import LARGE, SIZES, SMALL, World, drawn_steps
 from _report import Figure, at_most, commit, emit, machine
 
@@ -36,21 +36,6 @@ PARTS = {"order": {"order": True, "precompute": True}, "all": {"size": True, "or
 SEARCH_S = {128: 0.05, 1024: 0.3}
 FEW_SLOTS = 8
 """40,320 orders."""
-
-
-@dataclass
-class Page:
-    """Figures, and the tables of the report."""
-
-    figures: list[Figure]
-    lines: list[str]
-
-    def table(self, title: str, header: str, rows: list[str], note: str = "") -> None:
-        """Add a table; cells are separated by bars."""
-        columns = header.count("|") + 1
-        self.lines += ["", f"## {title}", "", f"| {header} |", "|" + " --- |" * columns]
-        self.lines += [f"| {row} |" for row in rows]
-        self.lines += ["", note] if note else []
 
 
 def methods_s(world: World, steps: Iterable[SampleSizes], size: int | None = None) -> dict[str, float]:
@@ -153,7 +138,7 @@ def figure_8(page: Page, num_steps: int) -> None:
                 balanced = world.packed(sizes, "balanced")
                 started_s = time.process_time()
                 search(sizes, rules, balanced)
-                if number:  # the first one of a mixture builds action lists that later ones share
+                if number or num_steps == 1:  # the first one of a mixture builds action lists that later ones share
                     taken.append(time.process_time() - started_s)
         page.figures.append(at_most(f"search_s.{batch}", median(taken), "s", target, f"at most {max(taken):.3f}"))
         rows.append(f"{batch} | {median(taken):.3f} | {max(taken):.3f} | {target}")
@@ -205,7 +190,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
-    page = Page([], [])
+    page = Page()
     for part in (table_2, figure_6, figure_7, figure_8, exhaustive):
         part(page, args.steps)
     if args.report:

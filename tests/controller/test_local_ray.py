@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.controller import local_ray
 from flowtrain.controller.local_ray import (
     bounded_end,
     continue_stopped,
@@ -109,14 +110,21 @@ def test_sessions_of_killed_drivers_are_removed_and_no_others(home: Path) -> Non
 
 
 @pytest.fixture
-def raylet() -> Iterator[socket.socket]:
+def socket_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """In place of a raylet's, so that the connection of a Ray that this process may have is never cut."""
+    monkeypatch.setattr(local_ray, "_RAYLET_SOCKET", "/sockets/silent")
+    return "sockets/silent"
+
+
+@pytest.fixture
+def raylet(socket_name: str) -> Iterator[socket.socket]:
     """This process's connection to a raylet that accepts it and never answers."""
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as directory,  # a socket's path has little room
         socket.socket(socket.AF_UNIX) as listening,
         socket.socket(socket.AF_UNIX) as connection,
     ):
-        path = Path(directory) / "sockets" / "raylet"
+        path = Path(directory) / socket_name
         path.parent.mkdir()
         listening.bind(str(path))
         listening.listen()
@@ -145,6 +153,7 @@ def test_an_end_that_comes_by_itself_is_not_touched(raylet: socket.socket, caplo
         raylet.recv(1)
 
 
+@pytest.mark.usefixtures("socket_name")
 def test_other_connections_are_left_alone_and_nothing_leaks() -> None:
     left, right = socket.socketpair()
     with left, right:

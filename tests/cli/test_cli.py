@@ -33,7 +33,7 @@ def flowtrain_command(*arguments: str, cwd: Path) -> tuple[int, str, str, list[s
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     *error, heavy = done.stderr.splitlines()

@@ -179,7 +179,7 @@ def test_the_quickstarts_data_are_good_and_ray_is_not_needed(tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -267,7 +267,7 @@ def test_this_machine() -> None:
         env={**environment, "PYTHONPATH": str(Path(flowtrain.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(done.stdout)

@@ -347,7 +347,7 @@ def test_a_model_of_the_hub_is_read_without_its_weights(tmp_path: Path, tower: P
             },
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stderr

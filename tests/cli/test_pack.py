@@ -69,7 +69,7 @@ def test_a_csv_alone_is_packed_by_the_defaults_and_imports_nothing_heavy(lengths
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -111,5 +111,5 @@ atexit.register(lambda: print("HEAVY", [n for n in ("torch", "ray", "transformer
 from flowtrain.cli.app import app
 app(["{command}", "one"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert done.stdout.endswith("HEAVY []\n"), done.stderr

@@ -19,9 +19,9 @@ from flowtrain.config.load import dump_resolved
 from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir, run_dir
 
-START_LIMIT_S = 180.0
-RUN_LIMIT_S = 240.0
-ORPHAN_LIMIT_S = 60.0
+START_LIMIT_S = 600.0
+RUN_LIMIT_S = 600.0
+ORPHAN_LIMIT_S = 120.0
 POLL_S = 0.002
 LOG_TAIL = 6000
 

@@ -22,7 +22,7 @@ from tests.e2e.disturbed import (
 )
 from tests.e2e.processes import driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # every wait has a limit of its own
+pytestmark = pytest.mark.e2e
 
 WINDOW = 3
 

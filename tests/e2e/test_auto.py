@@ -16,7 +16,7 @@ from tests.e2e.disturbed import json_lines
 from tests.e2e.worlds import World, tiny_config
 from tests.profiles import write_cpu_profile
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS = 8, 2
 

@@ -21,7 +21,7 @@ from flowtrain.training.checkpoint_store import latest_complete, read_meta
 from flowtrain.types.plan import CostModel
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 TRUE = CostModel("true", per_token=2e-4, per_square=3e-6, constant=0.01)
 CAPACITY = 128

@@ -29,7 +29,7 @@ from flowtrain.types.plan import Unit
 from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, TEXT_PART
 from tests.e2e.disturbed import BATCH, check_same_end, config_of, json_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a limit of its own
+pytestmark = pytest.mark.e2e
 
 FIRST_GATE, SECOND_GATE, THIRD_GATE = 4, 5, 12
 """Units that the backbone does not begin before certain things have happened to the producers."""

@@ -23,7 +23,7 @@ from flowtrain.observability.run_dir import run_dir
 from tests.e2e.disturbed import json_lines
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS, NUM_EVAL = 8, 3, 4
 MODES: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS = 6, 3
 

@@ -17,7 +17,7 @@ from flowtrain.observability.run_dir import run_dir
 from tests.e2e.disturbed import exact_metrics, json_lines
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS, CORRUPT_ROW = 6, 3, 4
 

@@ -19,7 +19,7 @@ from flowtrain.training.frozen import digests_of
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 def mixed_data(tmp_path: Path, count: int = 16) -> Path:

@@ -25,7 +25,7 @@ from tests.e2e.disturbed import json_lines
 from tests.e2e.processes import driver
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 HOUR_S = 3600.0
 

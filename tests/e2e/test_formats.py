@@ -19,7 +19,7 @@ from tests.e2e.disturbed import exact_metrics
 from tests.e2e.processes import driver
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 BLOCK = 16
 """Rows of a block in every format (``World.write`` makes row groups of this size)."""

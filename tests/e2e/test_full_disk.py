@@ -14,7 +14,7 @@ from flowtrain.config.run import RunConfig
 from tests.e2e.disturbed import EVERY_CHECKPOINT, config_of
 from tests.e2e.processes import driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # every wait has a limit of its own
+pytestmark = pytest.mark.e2e
 
 DISK_MIB, BALLAST_MIB = 48, 46
 """A checkpoint of the tiny model has about 4 MiB."""

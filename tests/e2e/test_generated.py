@@ -21,7 +21,7 @@ from flowtrain.training.checkpoint_store import read_meta
 from tests.e2e.disturbed import json_lines
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS, EVERY, NUM_ANSWERED, MAX_NEW_TOKENS = 6, 4, 2, 3, 12
 

@@ -14,7 +14,7 @@ from tests.e2e.processes import driver
 from tests.e2e.worlds import World, tiny_config
 from tests.hub_server import HubServer, hub_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 MODEL = "tests/tiny"
 

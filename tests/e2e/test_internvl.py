@@ -24,7 +24,7 @@ from tests.e2e.oracle import PlainLoop, relative_difference
 from tests.e2e.worlds import World, tiny_config
 from tests.internvl import PROCESSOR, VISION
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS = 6, 3
 MODES: dict[str, tuple[str, ...]] = {

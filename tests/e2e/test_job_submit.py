@@ -40,7 +40,7 @@ METRICS = {
     "ray_flowtrain_last_step_timestamp_seconds",
     "ray_flowtrain_restarts_total",
 }
-START_LIMIT_S = 180.0
+START_LIMIT_S = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.e2e.clusters import wait_until
 from tests.e2e.disturbed import config_of
 from tests.e2e.processes import ORPHAN_LIMIT_S, driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # every wait has a limit of its own
+pytestmark = pytest.mark.e2e
 
 
 def test_nothing_is_left_of_a_run_whose_driver_is_killed(world: Path) -> None:

@@ -36,7 +36,7 @@ from tests.e2e.disturbed import answers, exact_metrics, json_lines
 from tests.e2e.oracle import PlainLoop
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS, CHECKPOINT_STEP = 6, 4, 2
 CORRUPT_ROW, NUM_EVAL = 4, 3

@@ -18,7 +18,7 @@ from flowtrain.training.trainer import Trainer
 from tests.e2e.oracle import PlainLoop, relative_difference
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH = 8
 CORRUPT_ROW = 5

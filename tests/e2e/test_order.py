@@ -20,7 +20,7 @@ from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.types.plan import StepPlan
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 NUM_SAMPLES = 8
 HELD_POSITION = 3

@@ -22,7 +22,7 @@ from tests.e2e.disturbed import json_lines
 from tests.e2e.worlds import ROOT, World
 from tests.processors import leave_out_videos
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 MAKERS: dict[str, Callable[[Path], Path]] = {"qwen3_vl": qwen3_vl, "internvl": internvl}
 CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "internvl": "InternVLForConditionalGeneration"}

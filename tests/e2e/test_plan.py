@@ -16,7 +16,7 @@ from flowtrain.observability.run_dir import run_dir
 from flowtrain.types.run_plan import ModulePlan
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 
 def test_a_saved_plan_starts_unchanged(tmp_path: Path, ray_cluster: None) -> None:

@@ -24,7 +24,7 @@ from tests.e2e.oracle import PlainLoop
 from tests.e2e.worlds import World, tiny_config
 from tests.profiles import write_cpu_profile
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS, CHECKPOINT_STEP = 12, 4, 2
 POLICIES = ("none", "balanced", "pipetune")

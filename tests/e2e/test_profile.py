@@ -17,7 +17,7 @@ from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 def test_a_profile_is_measured_and_planned_from(

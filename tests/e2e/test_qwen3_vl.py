@@ -25,7 +25,7 @@ from tests.e2e.oracle import PlainLoop, relative_difference
 from tests.e2e.worlds import World, tiny_config
 from tests.qwen3_vl import PROCESSOR, TEXT, VISION
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS = 6, 3
 MODES: dict[str, tuple[str, ...]] = {

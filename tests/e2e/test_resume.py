@@ -25,7 +25,7 @@ from tests.e2e.disturbed import (
 )
 from tests.e2e.processes import Driver, driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a limit of its own
+pytestmark = pytest.mark.e2e
 
 EXIT_STOPPED = 130
 

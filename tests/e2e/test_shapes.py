@@ -26,7 +26,7 @@ from tests.e2e.disturbed import answers
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 BATCH, NUM_STEPS, NUM_STEPS_RESUMED, CHECKPOINT_STEP = 6, 3, 5, 2
 CORRUPT_ROW, NUM_EVAL = 4, 3

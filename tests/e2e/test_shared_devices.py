@@ -17,7 +17,7 @@ from flowtrain.controller.worker_group import ActorClasses, WorkerGroup, start_a
 from flowtrain.types.plan import DevicePeak, GradientReduction, RankStart, Sharding
 from tests.training.ranks import make_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 class Actor:
@@ -44,7 +44,7 @@ class Actor:
 
 
 def results(calls: Mapping[str, Any]) -> list[Any]:
-    return ray.get(list(calls.values()), timeout=120)
+    return ray.get(list(calls.values()), timeout=600)
 
 
 def devices_of(workers: WorkerGroup) -> dict[str, list[int]]:

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]  # every wait has a li
 
 NUM_STEPS = 16
 RUN_LIMIT_S = 600.0
-"""Six cold processes start on each of two nodes that share the machine's cores."""
+"""Cold processes start on two nodes that share the machine's cores."""
 MOST_OF_A_NODE = 0.75 * NODE_CPUS
 
 

@@ -123,7 +123,7 @@ def tiny_config(tmp_path: Path, source: Path, name: str = "tiny", *overrides: st
         "training": {"global_batch_size": 8, "max_steps": 4, "learning_rate": 1e-3, "lr_schedule": "constant"},
         "scheduler": {"microbatch_tokens": 128},
         "checkpoint": {"every_steps": 1000},
-        "limits": {"stall_timeout_s": 120.0, "stall_warning_s": 20.0},
+        "limits": {"stall_timeout_s": 600.0, "stall_warning_s": 20.0},
         "observability": {"progress": "off", "dashboard": False},
     }
     for section, changes in sections.items():

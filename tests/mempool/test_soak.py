@@ -24,7 +24,7 @@ def test_every_position_is_consumed_once_whichever_process_is_killed() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}

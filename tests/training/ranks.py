@@ -238,7 +238,7 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
 def run_jobs(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jobs: Sequence[Job]) -> list[Outcome]:
     """Body of one rank's process: the jobs in turn, each with a model of its own."""
     group = init_backbone_group(
-        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=300, collective_timeout_s=300
     )
     shard_sizes = [job.config.backbone.hybrid_shard_size for job in jobs]
     meshes = {size: device_mesh(degrees, CPU, size) for size in dict.fromkeys(shard_sizes)}

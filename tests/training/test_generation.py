@@ -84,7 +84,7 @@ class Answered:
 
 def run_questions(rank: int, degrees: Degrees, host: str, port: int, listener: Any, asked: Questions) -> Answered:
     """Body of one rank's process."""
-    group = init_backbone_group(rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60)
+    group = init_backbone_group(rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=300)
     trainer = Trainer(asked.config, asked.family, group, num_steps=10)
     slots, prompts, losses = slots_for(degrees.dp), list[Prompt](), list[float]()
     shape_of = trainer.model.encoder

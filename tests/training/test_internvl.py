@@ -173,7 +173,7 @@ def train(rank: int, degrees: Degrees, host: str, port: int, listener: Any, case
     """Body of one rank's process: the cases in turn."""
     torch.set_num_threads(1)
     group = init_backbone_group(
-        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=300, collective_timeout_s=300
     )
     found = [train_case(group, case) for case in cases]
     group.close()

@@ -112,7 +112,7 @@ def decide(
 ) -> tuple[GradientReduction, Sharding]:
     """Body of one rank's process."""
     group = init_backbone_group(
-        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=300, collective_timeout_s=300
     )
     family: Any = TinyFamily()
     found = decide_reduction(config, family, group), decide_sharding(config, family, group)

@@ -43,7 +43,7 @@ def save(
 ) -> list[dict[str, Any]]:
     """Body of one rank's process: a checkpoint of each case; returns what it says of frozen modules."""
     group = init_backbone_group(
-        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=300, collective_timeout_s=300
     )
     for case, directory in jobs:
         trainer_of(group, case).save_checkpoint(directory)

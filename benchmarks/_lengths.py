@@ -104,14 +104,14 @@ def drawn_statistics(seed: int = 0, number: int = 1_000_000) -> list[tuple[str, 
 
 
 def mixture(
-    name: str, shares: tuple[float, ...], corpora: tuple[Corpus, ...], num_steps: int, capacity: int
+    name: str, shares: tuple[float, ...], corpora: tuple[Corpus, ...], num_steps: int, capacity: int, seed: int = 17
 ) -> Workload:
     """Draw a mixture whose samples fit ``capacity``, which is also the limit of one sample.
 
     Text is cut at its end. A sample whose images leave no room for a token of text is rejected and drawn again, from
     the whole mixture.
     """
-    rng = np.random.default_rng(17)
+    rng = np.random.default_rng(seed)
     wanted = num_steps * STEP_SAMPLES
     images, tokens = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     num_rejected = num_cut = 0

@@ -13,7 +13,7 @@ from flowtrain.scheduler.buckets import ALIKE
 MOST_CLUSTERS = 5
 """PipeTune keeps the number of clusters below six (its 5.2)."""
 MOST_TRIED = 6
-"""So few slots run in each of their orders: 720 are fewer than the changes that a longer order gets."""
+"""So few slots run in each of their orders, at most 720."""
 _RATIO = 1.4
 """Numbers of slots grow by this ratio."""
 _TIMES_FEWEST, _TIMES_RANKS = 2, 8

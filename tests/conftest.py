@@ -15,9 +15,6 @@ settings.register_profile("ci", COMMON, max_examples=100, derandomize=True)
 settings.register_profile("nightly", COMMON, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Before torch is imported: a test's own process computes with one thread, as actors do; two workers share two cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 HEAVY = ("e2e", "processes", "slow")
 
 

@@ -102,6 +102,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = [
                    (last("consumed_samples_per_second"), "{{run}} consumed")]),
             Panel("Times of a step", "The step, and what of it was planning and reading from the pool.", "s",
                   [(last("step_seconds"), "{{run}} step"), (last("plan_seconds"), "{{run}} plan"),
+                   (last("plan_wait_seconds"), "{{run}} wait for the plan"),
                    (last("fetch_seconds"), "{{run}} fetch")]),
             Panel("Checkpoint", "Time to write the last one.", "s", [(last("checkpoint_seconds"), "{{run}}")]),
             Panel("MFU over time", "Model FLOPs over the peak of all devices.", "percentunit",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from dataclasses import replace
 
 from flowtrain.actors.garbage import expect_many_objects, keep_imports
 from flowtrain.actors.link import Answering
+from flowtrain.actors.plan_processes import PlanProcesses
 from flowtrain.actors.signals import Signal
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
@@ -16,7 +19,9 @@ from flowtrain.errors import OutdatedError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.build import build_flow
 from flowtrain.flow.flow import Flow
+from flowtrain.flow.steps import Elsewhere, Search
 from flowtrain.observability.clocks import monotonic_clock_name
+from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.search.configured import configured_search
 from flowtrain.types.events import Event
 from flowtrain.types.memory import SegmentExport
@@ -55,11 +60,22 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings, earl
 
     earlier: as of ``build_flow``.
     """
-    flow = build_flow(config, model, settings, earlier, arrange=configured_search(config, model))
+    search = configured_search(config, model)
+    elsewhere: Elsewhere | None = None
+    if search is not None:
+        planner = StepPlanner.from_config(config, settings.dp_size, settings.cost, search)
+        elsewhere = earlier.steps.elsewhere if earlier is not None else _plan_processes(config, planner)
+    flow = build_flow(config, model, settings, earlier, arrange=search, elsewhere=elsewhere)
     if earlier is None:  # otherwise that would be kept for good
         keep_imports()
         expect_many_objects()
     return flow
+
+
+def _plan_processes(config: RunConfig, planner: StepPlanner) -> PlanProcesses | None:
+    """On at most half of the cores; None on a single one, where the coordinator searches."""
+    count = min(config.scheduler.lookahead_steps, len(os.sched_getaffinity(0)) // 2)
+    return PlanProcesses(planner, count, config.pipeline.pipetune.arrival_limit_s) if count else None
 
 
 class Coordinator(Answering, CoordinatorApi):
@@ -89,6 +105,7 @@ class Coordinator(Answering, CoordinatorApi):
         self._holds_next = self._events_held = False
         self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
         self._packed_plan: tuple[StepPlan | None, bytes] = None, b""
+        self._followed: set[asyncio.Task[None]] = set()
 
     def _admit(self, generation: int | None) -> None:
         if generation is not None and generation != self._generation:
@@ -132,6 +149,7 @@ class Coordinator(Answering, CoordinatorApi):
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
         """See ``CoordinatorApi``; the order also frees parts that were reported too late."""
         refused = self._flow.feed(owner, report)
+        self._follow_searches()
         self._plan_signal.notify()
         if report.unit is not None or report.remade:
             self._lease_signal.notify()
@@ -184,9 +202,34 @@ class Coordinator(Answering, CoordinatorApi):
     async def next_plan(self, unit: int, dp_rank: int) -> PlanReply:
         """See ``CoordinatorApi``."""
         flow = self._flow  # a rank that waits while the run goes back asks nothing of the new flow
+
+        def attempt() -> PlanReply | None:
+            reply = flow.plan_reply(unit, dp_rank)
+            self._follow_searches()
+            return reply
+
         flow.plan_of(unit)
         self._feed_signal.notify()  # in arrival order the window moves with the step that a replica asks for
-        return await self._plan_signal.until(lambda: flow.plan_reply(unit, dp_rank), self._poll_s) or NO_PLAN_YET
+        return await self._plan_signal.until(attempt, self._poll_s) or NO_PLAN_YET
+
+    def _follow_searches(self) -> None:
+        for search in self._flow.steps.take_searches():
+            task = asyncio.create_task(self._follow(self._flow, search))
+            self._followed.add(task)
+            task.add_done_callback(self._followed.discard)
+
+    async def _follow(self, flow: Flow, search: Search) -> None:
+        """Take in a plan when its search ends, or its unit waits no longer."""
+        ended = asyncio.wrap_future(search.future)
+        ended.add_done_callback(lambda future: future.cancelled() or future.exception())  # the flow reads it
+        await asyncio.wait([ended], timeout=search.limit_s)
+        try:
+            flow.search_ended(search)
+        finally:  # what a plan raises is raised again to the replica that asks for it
+            self._plan_signal.notify()
+            self._lease_signal.notify()
+            self._wake_backbone()
+            self._event_signal.notify()
 
     async def locate(
         self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...] = (), limit: int = 1

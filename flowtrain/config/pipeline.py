@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from flowtrain.config.base import ConfigModel
+from flowtrain.config.base import MAX_DURATION_S, ConfigModel
 from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import EncoderPlace
 
@@ -30,6 +30,9 @@ class PipeTuneConfig(ConfigModel):
     precompute: bool = True
     """Which images the first stage encodes ahead, while it waits for gradients. Only with ``mode: monolithic``,
     ``encoder_layers: first``, ``schedule: 1f1b`` and a frozen encoder."""
+    arrival_limit_s: float = Field(0.2, ge=0, le=MAX_DURATION_S)
+    """With ``data.order: arrival`` a step is planned when a rank asks for it. If its search takes longer than this, the
+    step runs as ``policy: none`` plans it. In ``deterministic`` order a step always waits for its search."""
 
 
 class PipelineConfig(ConfigModel):

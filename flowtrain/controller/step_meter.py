@@ -90,6 +90,7 @@ class StepMeter:
             read_nbytes=sum(each.read_nbytes for each in done.reports),
             plan_digest=done.plan_digest,
             plan_time_s=done.plan_time_s,
+            plan_wait_s=done.plan_wait_s,
             produced_samples_per_s=done.produced_samples / step_time_s,
             consumed_samples_per_s=report.num_samples / step_time_s,
             num_microbatches=done.num_microbatches,

@@ -19,7 +19,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order, no_batches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
-from flowtrain.flow.steps import FlopsOf, Steps, UnitPlanner
+from flowtrain.flow.steps import Elsewhere, FlopsOf, Steps, UnitPlanner
 from flowtrain.flow.units import leftover_units, units_left
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.encode_batches import make_encode_batches
@@ -41,6 +41,7 @@ def build_flow(
     *,
     arrange: Arrange | None = None,
     planner: UnitPlanner | None = None,
+    elsewhere: Elsewhere | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Flow:
     """Return the flow of a run. Compiles what planning needs first, so that no step waits for it.
@@ -48,6 +49,7 @@ def build_flow(
     earlier: the flow whose processes it takes over, to make positions again from ``settings`` on.
     arrange: searches the arrangement of steps (``search.configured``).
     planner: plans the steps; None: the configured one, with the cost of ``settings``.
+    elsewhere: as of ``Steps``.
     clock: returns the seconds by which leases expire.
     """
     pool = config.pool
@@ -68,6 +70,7 @@ def build_flow(
         parts=parts,
         order=_order(config, settings, parts),
         planner=planner,
+        elsewhere=elsewhere,
         units=units_left(settings),
         leftovers=leftover_units(settings),
         lookahead=config.scheduler.lookahead_steps,
@@ -106,6 +109,7 @@ def assemble_flow(
     num_seen: int = 0,
     whole_units: bool = False,
     in_turn: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> Flow:
     """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
     microbatches = Microbatches(parts, whole_units)
@@ -117,6 +121,7 @@ def assemble_flow(
         planner=planner,
         microbatches=microbatches,
         flops_of=flops_of,
+        elsewhere=elsewhere,
     )
     log = EventLog(
         num_replicas=dp_size,

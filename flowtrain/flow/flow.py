@@ -16,7 +16,7 @@ from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
-from flowtrain.flow.steps import PlannedUnit, Steps
+from flowtrain.flow.steps import PlannedUnit, Search, Steps
 from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, SegmentUse, Tier
 from flowtrain.types.messages import (
@@ -161,7 +161,7 @@ class Flow:
         if unit.kind is UnitKind.TRAIN:
             self.log.seen(len(sized.samples) + len(sized.rejections))
         self._reject(sized.rejections)
-        self._note_plan(self.steps.add_sized(unit, sized.samples, sized.sampler_state))
+        self._note_plans(self.steps.add_sized(unit, sized.samples, sized.sampler_state))
 
     def room_order(self, owner: int) -> RoomOrder | None:
         """Return what a feeder without room may free, or stop; None while it must wait."""
@@ -258,8 +258,14 @@ class Flow:
 
     def plan_of(self, unit_index: int) -> StepPlan | None:
         """Return the plan of a unit, or None while it cannot be planned. Steps by arrival are planned here."""
-        self._note_plan(self.steps.plan_now(unit_index))
+        self._note_plans(self.steps.plan_now(unit_index))
         return self.steps.plan_of(unit_index)
+
+    def search_ended(self, search: Search) -> None:
+        """Take in the plan of a search; one that has not ended is given up."""
+        if not search.future.done():
+            self.steps.give_up(search)
+        self._note_plans(self.steps.take_plans())
 
     def plan_reply(self, unit_index: int, dp_rank: int) -> PlanReply | None:
         """Return a unit's plan as a replica needs it, or that the unit will not come; None while it must wait."""
@@ -328,8 +334,8 @@ class Flow:
         # A batch that is encoded again has the same bad image again; it counts once.
         self.log.rejected([rejection for rejection in rejections if self.parts.reject(rejection)])
 
-    def _note_plan(self, planned: PlannedUnit | None) -> None:
-        if planned is not None:
+    def _note_plans(self, plans: Iterable[PlannedUnit]) -> None:
+        for planned in plans:
             self.trace.planned(planned)
             self.trace.ahead()
 

@@ -204,6 +204,7 @@ class EventLog:
                 reports=reports,
                 plan_digest=plan.digest(),
                 plan_time_s=planned.finished_s - planned.started_s,
+                plan_wait_s=planned.waited_s,
                 num_microbatches=plan.num_microbatches,
                 packing_fill=packing_fill(plan),
                 dp_imbalance=imbalance(plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.order import Order
 from flowtrain.scheduler.refit import Planner
 from flowtrain.scheduler.sample_sizes import SampleSizes
-from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import SamplerState, SizedSample
 
 FlopsOf = Callable[[SampleSizes], SampleFlops]
@@ -25,8 +26,36 @@ class UnitPlanner(Planner, Protocol):
     def sizes_of(self, samples: Sequence[SizedSample]) -> SampleSizes:
         """Return the columns that ``plan`` works on, from sized samples in any order."""
 
-    def plan(self, unit: Unit, samples: SampleSizes) -> StepPlan:
-        """Plan one unit from its samples without the rejected ones."""
+    def is_searched(self, unit: Unit, sizes: SampleSizes) -> bool:
+        """Whether ``plan`` searches an arrangement of the unit, which takes long."""
+
+    def plan(self, unit: Unit, samples: SampleSizes, *, may_search: bool = True) -> StepPlan:
+        """Plan one unit from its samples without the rejected ones. may_search: False: without a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadePlan:
+    """A plan that another process made, and when it began and ended, on the node's monotonic clock."""
+
+    plan: StepPlan
+    started_s: float
+    finished_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A plan that another process makes. limit_s: the longest that the unit waits for it; None: until it ends."""
+
+    unit_index: int
+    future: Future[MadePlan]
+    limit_s: float | None = None
+
+
+class Elsewhere(Protocol):
+    """Makes plans in other processes."""
+
+    def plan(self, unit: Unit, sizes: SampleSizes, cost: CostModel) -> Search:
+        """Begin to plan a unit, as a planner with this cost does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +69,20 @@ class PlannedUnit:
     """End of planning, on the monotonic clock."""
     flops: SampleFlops
     """Model FLOPs of its samples."""
+    waited_s: float
+    """Seconds from a replica's question, or from the start if that is later, until the plan was there."""
+
+
+@dataclass(slots=True)
+class _Unplanned:
+    """A unit that is planned after those before it."""
+
+    unit: Unit
+    sizes: SampleSizes
+    started_s: float
+    search: Search | None
+    may_search: bool = True
+    """Whether it may still be searched here."""
 
 
 class Steps:
@@ -51,6 +94,7 @@ class Steps:
     lookahead: units that may be sized after the one that the backbone works on, or whose plan it waits for.
     order: decides which positions a unit runs, and when it is planned.
     planner: packs a unit's samples into microbatches.
+    elsewhere: makes the plans that need a search; None: the planner makes them. Both make the same ones.
     microbatches: takes in the plans.
     flops_of: counts the FLOPs of a unit's samples.
     """
@@ -65,6 +109,7 @@ class Steps:
         planner: UnitPlanner,
         microbatches: Microbatches,
         flops_of: FlopsOf,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         first = next(units, None)
         self._units = units
@@ -77,6 +122,10 @@ class Steps:
         self._planner = planner
         self._microbatches = microbatches
         self._flops_of = flops_of
+        self.elsewhere = elsewhere
+        self._unplanned: deque[_Unplanned] = deque()
+        self._searches: list[Search] = []  # that nobody follows yet
+        self._asked_s: dict[int, float] = {}  # when a replica asked first, by unit
         self._unfinished: dict[int, Unit] = {}  # sized and not done, by index
         self._planned: dict[int, PlannedUnit] = {}
         self._stop_requested = False
@@ -105,23 +154,57 @@ class Steps:
         """Whether the backbone has read all units before this one."""
         return all(map(self._microbatches.is_read, range(self._current, unit_index)))
 
-    def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> PlannedUnit | None:
-        """Take in the upcoming unit without its rejected samples. Returns its plan if it is planned at once."""
+    def add_sized(
+        self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState
+    ) -> tuple[PlannedUnit, ...]:
+        """Take in the upcoming unit without its rejected samples. Returns the plans that are there now."""
         started = time.monotonic()
         upcoming = self._upcoming.popleft()
         assert unit == upcoming, f"unit {unit} was reported, not {upcoming}"
         self._order.add(unit, samples, sampler_state)
         if unit.index < self._current:
-            return None  # a leftover: its positions run in later steps
+            return ()  # a leftover: its positions run in later steps
         self._unfinished[unit.index] = unit
-        return self._plan(unit, started) if self._order.is_planned_at_once(unit) else None
+        return self._plan(unit, started) if self._order.is_planned_at_once(unit) else ()
 
-    def plan_now(self, unit_index: int) -> PlannedUnit | None:
-        """Plan a sized unit that has no plan, if enough is ready. From now on the lookahead counts from it."""
-        if unit_index not in self._unfinished or unit_index in self._planned:
-            return None
+    def plan_now(self, unit_index: int) -> tuple[PlannedUnit, ...]:
+        """Plan a sized unit that a replica asks for, if enough is ready. From now on the lookahead counts from it."""
+        if unit_index in self._planned:
+            return ()
+        now_s = time.monotonic()
+        self._asked_s.setdefault(unit_index, now_s)
+        if any(each.unit.index == unit_index for each in self._unplanned):
+            return self.take_plans()
+        if unit_index not in self._unfinished:
+            return ()
         self._asked = unit_index
-        return self._plan(self._unfinished[unit_index], time.monotonic())
+        return self._plan(self._unfinished[unit_index], now_s)
+
+    def take_searches(self) -> tuple[Search, ...]:
+        """Return the searches that began since the last call; when one ends, ``take_plans`` is to be called."""
+        found, self._searches = tuple(self._searches), []
+        return found
+
+    def give_up(self, search: Search) -> None:
+        """Let a unit wait for its search no longer; it is arranged without one."""
+        for each in self._unplanned:
+            if each.search is search:
+                each.search, each.may_search = None, False
+
+    def take_plans(self) -> tuple[PlannedUnit, ...]:
+        """Take in what is planned by now, unit by unit: leases follow positions, so no plan overtakes another."""
+        found = []
+        while self._unplanned and (made := self._made(self._unplanned[0])) is not None:
+            each, now_s = self._unplanned.popleft(), time.monotonic()
+            self._microbatches.add(made.plan)
+            index = each.unit.index
+            asked_s = self._asked_s.pop(index, now_s)
+            waited_s = now_s - max(asked_s, each.started_s)
+            flops = self._flops_of(each.sizes)
+            planned = PlannedUnit(made.plan, made.started_s, made.finished_s, flops, max(waited_s, 0.0))
+            self._planned[index] = planned
+            found.append(planned)
+        return tuple(found)
 
     def plan_of(self, unit_index: int) -> StepPlan | None:
         """Return the plan of a unit, or None while it has none."""
@@ -196,6 +279,8 @@ class Steps:
 
     def describe_wait(self, unit_index: int) -> str:
         """Return why a unit has no plan."""
+        if any(each.unit.index == unit_index and each.search is not None for each in self._unplanned):
+            return f"unit {unit_index} is not planned yet: its arrangement is searched"
         unit, upcoming = self._unfinished.get(unit_index), self.upcoming()
         reason = f", which waits for {self._order.describe_wait(unit)}" if unit is not None else ""
         feeder = f"feeders size unit {upcoming.index} next" if upcoming is not None else "all units are sized"
@@ -206,14 +291,26 @@ class Steps:
         unit = self._unfinished.get(unit_index) or self.upcoming()
         return unit.kind if unit is not None else None
 
-    def _plan(self, unit: Unit, started: float) -> PlannedUnit | None:
+    def _plan(self, unit: Unit, started_s: float) -> tuple[PlannedUnit, ...]:
         chosen = self._order.choose(unit)
         if chosen is None:
-            return None
+            return ()
         unit, samples = chosen
-        sizes = self._planner.sizes_of(samples)
-        plan = self._planner.plan(unit, sizes)
-        finished = time.monotonic()
-        self._microbatches.add(plan)
-        planned = self._planned[unit.index] = PlannedUnit(plan, started, finished, self._flops_of(sizes))
-        return planned
+        sizes, search = self._planner.sizes_of(samples), None
+        if self.elsewhere is not None and self._planner.is_searched(unit, sizes):
+            search = self.elsewhere.plan(unit, sizes, self._planner.cost)
+            self._searches.append(search)
+        self._unplanned.append(_Unplanned(unit, sizes, started_s, search))
+        return self.take_plans()
+
+    def _made(self, each: _Unplanned) -> MadePlan | None:
+        """Return a unit's plan; None while it is searched."""
+        started_s = each.started_s
+        if each.search is not None:
+            if not each.search.future.done():
+                return None
+            if each.search.future.exception() is None:
+                return each.search.future.result()
+            started_s = time.monotonic()  # the process was lost: the same plan is made here
+        plan = self._planner.plan(each.unit, each.sizes, may_search=each.may_search)
+        return MadePlan(plan, started_s, time.monotonic())

@@ -105,8 +105,14 @@ class StepPlanner:
         """Return the columns that ``plan`` works on, from sized samples in any order."""
         return SampleSizes.of(samples, self._encoders, self._alignment)
 
-    def plan(self, unit: Unit, samples: SampleSizes | Sequence[SizedSample]) -> StepPlan:
+    def is_searched(self, unit: Unit, sizes: SampleSizes) -> bool:
+        """Whether ``plan`` searches an arrangement of the unit, which takes long."""
+        return self._arrange is not None and unit.kind is UnitKind.TRAIN and len(sizes) > 0
+
+    def plan(self, unit: Unit, samples: SampleSizes | Sequence[SizedSample], *, may_search: bool = True) -> StepPlan:
         """Plan one unit from its samples without the rejected ones; the order of ``samples`` does not matter.
+
+        may_search: False: arrange it by the methods alone.
 
         Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches are in the
         order of the slots; a unit chosen from ready samples, or without encoder actors, has none. Raises ConfigError
@@ -117,7 +123,7 @@ class StepPlanner:
         lengths = Lengths(sizes.tokens, sizes.vision_tokens)
         layout = lay_out(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
         chosen = Arrangement(layout.bins, in_order_of_need(layout, self._num_buckets))
-        if self._arrange is not None and unit.kind is UnitKind.TRAIN and len(sizes):
+        if may_search and self._arrange is not None and self.is_searched(unit, sizes):
             chosen = self._arrange(sizes, self.rules(unit), chosen)
         bins, dealt = chosen.bins, chosen.slots.reshape(-1)
         # Samples of a chosen unit (`data.order: arrival`) got their encode batches when they were sized.

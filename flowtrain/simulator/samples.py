@@ -84,7 +84,7 @@ class RepeatedPlanner:
         self._planner = planner
         self._samples = samples
         self._sizes: dict[int, SampleSizes] = {}
-        self._plans: dict[tuple[int, bool], StepPlan] = {}
+        self._plans: dict[tuple[int, bool, bool], StepPlan] = {}
 
     @property
     def cost(self) -> CostModel:
@@ -107,17 +107,21 @@ class RepeatedPlanner:
             found = self._sizes[batch] = self._planner.sizes_of(samples)
         return replace(found, positions=found.positions + (first - int(found.positions[0])))
 
-    def plan(self, unit: Unit, samples: SampleSizes) -> StepPlan:
+    def is_searched(self, unit: Unit, sizes: SampleSizes) -> bool:
+        """As ``StepPlanner``."""
+        return self._planner.is_searched(unit, sizes)
+
+    def plan(self, unit: Unit, samples: SampleSizes, *, may_search: bool = True) -> StepPlan:
         """As ``StepPlanner``."""
         positions = samples.positions
         first = int(positions[0])
         batch = self._samples.batch_of(first, int(positions[-1]), len(positions))
         if batch is None:
-            return self._planner.plan(unit, samples)
-        key = batch, bool(unit.chosen)
+            return self._planner.plan(unit, samples, may_search=may_search)
+        key = batch, bool(unit.chosen), may_search
         found = self._plans.get(key)
         if found is None:
-            found = self._plans[key] = self._planner.plan(unit, samples)
+            found = self._plans[key] = self._planner.plan(unit, samples, may_search=may_search)
             return found
         return _moved(found, unit, first - min(found.unit.positions))
 

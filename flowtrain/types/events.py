@@ -49,6 +49,8 @@ class UnitDone:
     """``StepPlan.digest`` of the unit's plan."""
     plan_time_s: float
     """Seconds that planning the unit took."""
+    plan_wait_s: float
+    """Seconds that a replica waited for the plan."""
     num_microbatches: int
     """Over all ranks."""
     packing_fill: float

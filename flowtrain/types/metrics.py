@@ -65,6 +65,8 @@ class StepMetrics:
     plan_digest: str
     """Digest of the step's plan; ``flowtrain pack`` predicts the same."""
     plan_time_s: float
+    plan_wait_s: float
+    """Time from a replica's question for the plan until it was there."""
     produced_samples_per_s: float
     """Samples that became ready."""
     consumed_samples_per_s: float

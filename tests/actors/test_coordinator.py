@@ -13,7 +13,7 @@ import pytest
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.signals import Signal
-from flowtrain.errors import OutdatedError, PoolError
+from flowtrain.errors import ConfigError, OutdatedError, PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.observability.clocks import monotonic_clock_name
@@ -32,6 +32,7 @@ from flowtrain.types.messages import (
 )
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
 from flowtrain.types.tracing import TraceSteps
+from tests.flow.searching import ByHand, backwards
 from tests.flow.simulation import (
     ENCODER_NBYTES,
     LEASE_TIMEOUT_S,
@@ -188,6 +189,51 @@ def test_in_arrival_order_a_part_that_is_ready_wakes_replicas_that_wait_for_a_pl
         assert (await soon(plan)).plan.unit.chosen == (0, 1, 2, 3)
 
     play(scenario, arrival=True)
+
+
+def test_a_plan_that_is_searched_wakes_encoders_and_replicas_when_it_is_there() -> None:
+    elsewhere = ByHand()
+
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        lease = await waiting(world.lease())
+        plan = await waiting(world.coordinator.next_plan(0, 0))
+        elsewhere.end(0)
+        assert (await soon(lease)).lease is not None
+        assert (await soon(plan)).plan.unit.index == 0
+
+    play(scenario, arrange=backwards, elsewhere=elsewhere)
+
+
+def test_a_search_that_takes_too_long_holds_no_step_by_arrival() -> None:
+    elsewhere = ByHand(limit_s=0.01)
+
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        await world.encode_all()
+        assert (await soon(world.coordinator.next_plan(0, 0))).plan.unit.chosen == (0, 1, 2, 3)
+        elsewhere.end(0)
+        await settle()
+
+    play(scenario, arrival=True, arrange=backwards, elsewhere=elsewhere)
+
+
+def test_what_planning_raises_reaches_who_asks() -> None:
+    elsewhere, calls = ByHand(), []
+
+    def raising(*args: Any) -> Any:
+        calls.append(args)
+        raise ConfigError("no such plan")
+
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        plan = await waiting(world.coordinator.next_plan(0, 0))
+        elsewhere.fail(0)
+        with pytest.raises(ConfigError, match="no such plan"):
+            await soon(plan)
+        assert calls
+
+    play(scenario, arrange=raising, elsewhere=elsewhere)
 
 
 def test_a_finished_unit_wakes_the_feeder_and_the_driver() -> None:

@@ -120,6 +120,7 @@ def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5
         "reports": reports,
         "plan_digest": "0123456789abcdef",
         "plan_time_s": 0.01,
+        "plan_wait_s": 0.0,
         "num_microbatches": 2,
         "packing_fill": 0.9,
         "dp_imbalance": 0.1,

@@ -33,6 +33,7 @@ def done(step: int, kind: UnitKind = UnitKind.TRAIN) -> UnitDone:
         reports=(),
         plan_digest="",
         plan_time_s=0.0,
+        plan_wait_s=0.0,
         num_microbatches=1,
         packing_fill=1.0,
         dp_imbalance=0.0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.costs.action_times import DeviceTimes
-from flowtrain.costs.calibration import FEWEST, Calibration, factor, robust_mean
+from flowtrain.costs.calibration import FEWEST, CalibratedTimes, Calibration, factor, robust_mean
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
 from flowtrain.costs.profile import Profile, read_profile
@@ -51,6 +53,18 @@ def test_times_have_the_factors_and_the_host_counts_once_a_step() -> None:
         one, other = (getattr(each.microbatches_s(work, 1), name) for each in (before, after))
         assert other == pytest.approx(1.5 * one)
     assert fitted.link_efficiency == plain.link_efficiency, "links are still by data sheet"
+
+
+def test_the_hosts_work_is_that_of_a_step_or_else_as_profiled() -> None:
+    def host_s(num_microbatches: np.ndarray, replicas: np.ndarray, *, has_encoders: bool) -> np.ndarray:
+        return 2.0 * num_microbatches + replicas + has_encoders
+
+    base: Any = SimpleNamespace(microbatch_s=lambda: 0.5, host_s=host_s)
+    microbatches, replicas = np.array([3.0, 4.0]), np.array([1.0, 2.0])
+    unknown, known = (CalibratedTimes(base, each) for each in (Calibration("measure"), CALIBRATION))
+    assert unknown.microbatch_s() == 0.5 and known.microbatch_s() == 0.0
+    assert unknown.host_s(microbatches, replicas, has_encoders=True).tolist() == [8.0, 11.0]
+    assert known.host_s(microbatches, replicas, has_encoders=True).tolist() == [0.0, 0.0], "it counts once a step"
 
 
 def test_a_calibrated_profile_survives_its_file(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def test_a_frozen_connector_moves_with_a_resume(
     assert [line["loss"] for line in json_lines(run_dir(config).metrics)] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("keys", [(), pytest.param(("mode=monolithic", FROZEN), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("keys", [(), ("mode=monolithic", FROZEN)])
 def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path, keys: tuple[str, ...]) -> None:
     config = config_of(directory, f"profiled-{len(keys)}", *keys)
     fewest, most = flowtrain.dry_run(config).image_tokens["vision"]

@@ -97,6 +97,7 @@ def test_an_encoder_killed_on_the_other_node_costs_no_sample(pair: NodePair, tmp
     assert exact_metrics(run) == exact_metrics(together)
 
 
+@pytest.mark.nightly
 def test_a_plan_for_two_nodes_starts_by_the_printed_command(pair: NodePair, tmp_path: Path) -> None:
     """Two nodes of two devices each; on a CPU a device is a core."""
     world = World(seed=6)

@@ -20,11 +20,13 @@ from flowtrain.flow.flow import Flow
 from flowtrain.flow.members import Members
 from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, no_batches
 from flowtrain.flow.parts import Parts
+from flowtrain.flow.steps import Elsewhere
 from flowtrain.flow.units import unit_sequence
 from flowtrain.mempool.arena import Arena, Hold
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.scheduler.layout import Arrange
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.memory import Extent, PoolStats, Tier
@@ -119,9 +121,11 @@ def as_text(position: int) -> SizedSample:
     return text_only(sample_of(position))
 
 
-def planner_of(dp_size: int, mode: Mode = "decoupled") -> StepPlanner:
+def planner_of(dp_size: int, mode: Mode = "decoupled", arrange: Arrange | None = None) -> StepPlanner:
     batches = mode in ENCODER_MODES
-    return StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT, has_encode_batches=batches)
+    return StepPlanner(
+        dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT, has_encode_batches=batches, arrange=arrange
+    )
 
 
 def build_flow(
@@ -139,6 +143,8 @@ def build_flow(
     in_turn: bool = False,
     clock: Callable[[], float] = lambda: 0.0,
     earlier: Flow | None = None,
+    arrange: Arrange | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Flow:
     """Return a flow over ``num_steps`` steps of ``BATCH`` samples. sampler_state: after ``start_step``, by arrival.
 
@@ -163,7 +169,8 @@ def build_flow(
         members=earlier.members if earlier is not None else Members(SPACE.num_processes, SPACE.num_processes),
         parts=parts,
         order=ByArrival(window, parts, make_batches, state) if arrival else InOrder(),
-        planner=planner_of(dp_size, mode),
+        planner=planner_of(dp_size, mode, arrange),
+        elsewhere=elsewhere,
         units=unit_sequence(num_steps, BATCH, None, evaluations, start_step),
         leftovers=(unit for unit in before if unit.kind is UnitKind.TRAIN),
         lookahead=lookahead,

@@ -39,6 +39,7 @@ def make_metrics() -> MakeMetrics:
             "read_nbytes": 4096,
             "plan_digest": f"{step:016x}",
             "plan_time_s": 0.01,
+            "plan_wait_s": 0.002,
             "produced_samples_per_s": 4.0,
             "consumed_samples_per_s": 4.0,
             "num_microbatches": 2,

@@ -17,7 +17,7 @@ KEYS = [
     *("schema", "timestamp", "step", "epoch", "loss", "lr", "grad_norm"),
     *("num_samples", "num_tokens", "num_target_tokens"),
     *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "backbone_mfu", "peak_flops"),
-    *("starved_s", "blocked_s", "fetch_s", "read_nbytes", "plan_digest", "plan_time_s"),
+    *("starved_s", "blocked_s", "fetch_s", "read_nbytes", "plan_digest", "plan_time_s", "plan_wait_s"),
     *("produced_samples_per_s", "consumed_samples_per_s"),
     *("num_microbatches", "packing_fill", "dp_imbalance", "pool_dram_nbytes", "pool_hbm_nbytes"),
     *("eval_loss", "rejected", "skipped", "skipped_steps", "emulated", "host_s", "rewound_to"),

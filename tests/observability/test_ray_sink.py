@@ -125,6 +125,7 @@ def test_every_documented_metric_is_set_with_the_runs_name(metrics: Metrics, mak
         "blocked_seconds": 0.1,
         "fetch_seconds": 0.05,
         "plan_seconds": 0.01,
+        "plan_wait_seconds": 0.002,
         "checkpoint_seconds": 0.25,
         "lookahead_steps": 2,
         "packing_fill_ratio": 0.9,

@@ -150,7 +150,7 @@ def test_sums_over_ranks_are_as_many_as_the_settings_say() -> None:
     [
         (Degrees(dp=4), BY_TWO, Degrees(dp=2, tp=2), FULL),
         (Degrees(dp=2, pp=2), GRADIENTS, Degrees(dp=4), BY_TWO),
-        (Degrees(dp=4, tp=2), BY_TWO, Degrees(dp=4, pp=2), BY_TWO | MICROBATCH),
+        pytest.param(Degrees(dp=4, tp=2), BY_TWO, Degrees(dp=4, pp=2), BY_TWO | MICROBATCH, marks=pytest.mark.nightly),
     ],
     ids=lambda value: shape(value) if isinstance(value, Degrees) else "-".join(map(str, value.values())),
 )

@@ -124,6 +124,7 @@ def packing_table(run: RunData) -> Markup | None:
         ("microbatches of a step", "num_microbatches", lambda value: f"{value:,.4g}"),
         ("tokens of a step", "num_tokens", lambda value: f"{value:,.0f}"),
         ("planning time of a step", "plan_time_s", duration),
+        ("wait for the plan of a step", "plan_wait_s", duration),
     )
     rows: list[list[Cell | str]] = []
     for name, key, shown in columns:

@@ -17,7 +17,7 @@ from flowtrain.observability.report.sampling import FloatArray
 NUMBERS = (
     *("timestamp", "epoch", "loss", "eval_loss", "lr", "grad_norm", "num_samples", "num_tokens", "num_target_tokens"),
     *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "backbone_mfu", "peak_flops"),
-    *("starved_s", "blocked_s", "fetch_s", "read_nbytes", "plan_time_s"),
+    *("starved_s", "blocked_s", "fetch_s", "read_nbytes", "plan_time_s", "plan_wait_s"),
     *("produced_samples_per_s", "consumed_samples_per_s", "num_microbatches", "packing_fill", "dp_imbalance"),
     *("pool_dram_nbytes", "pool_hbm_nbytes", "rejected", "skipped_steps", "rewound_to", "host_s"),
     *("lookahead_steps", "retries", "restarts"),

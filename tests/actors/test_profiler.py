@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,9 +27,11 @@ from flowtrain.costs.profile import model_facts
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.initial_weights import materialize
 from flowtrain.training import profile_backbone, profile_pieces
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.training.profile_backbone import BackboneProfiler, _with_one_word, num_layers_of
+from flowtrain.training.profile_backbone import STRATEGIES, BackboneProfiler, _with_one_word, num_layers_of
+from flowtrain.training.profile_encoder import measure_encoder_layers
 from flowtrain.training.profile_pieces import Pieces
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
@@ -70,6 +73,18 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     assert all(0 < each < 60 for table in (times.layers_s, times.heads_s, times.connectors_s) for each in table)
     for amount in (times.assembling_s, times.step_s, times.parameter_s):
         assert amount >= 0 and math.isfinite(amount)
+
+
+def test_an_encoders_layer_keeps_the_less_the_more_it_computes_again(config: RunConfig) -> None:
+    # Of 64 patches: the random state that a recomputed part keeps, 5 kB, outweighs what 4 patches leave.
+    sizes = ("config.image_size=112", "config.num_hidden_layers=3", "max_batch_patches=64")
+    family = family_from_config(override_config(config, [f"encoders.vision.{size}" for size in sizes]))
+    stage, cpu = family.encoder_skeleton("vision"), torch.device("cpu")
+    materialize(stage, cpu, family.encoder_weights("vision"), from_checkpoint=False)
+    found = measure_encoder_layers(stage, [np.ones((3, 112, 112), dtype=np.float32)], STRATEGIES, cpu)
+    assert {each.num_tokens for each in found.values()} == {64}
+    kept = {word: each.kept_nbytes for word, each in found.items()}
+    assert kept["full"] < kept["selective"] < kept["none"]
 
 
 def test_samples_without_images_cannot_measure_an_encoder(profiler: Profiler) -> None:

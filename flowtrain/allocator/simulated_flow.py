@@ -27,7 +27,9 @@ from flowtrain.costs.flops import IntArray
 from flowtrain.flow.build import build_flow
 from flowtrain.flow.flow import Flow
 from flowtrain.mempool.gva import AddressSpace
+from flowtrain.pipeline.actions import parse_schedule
 from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.search.configured import search_of
 from flowtrain.simulator.consumers import Backbone, StepOf
 from flowtrain.simulator.flow_run import Disturbances, FlowRun, FlowWorld, simulate_flow
 from flowtrain.simulator.program import Program
@@ -38,7 +40,7 @@ from flowtrain.simulator.virtual import Clock
 from flowtrain.simulator.virtual_encoders import EncoderGroup
 from flowtrain.simulator.virtual_feeders import FeederGroup
 from flowtrain.types.messages import FlowSettings
-from flowtrain.types.plan import StepPlan
+from flowtrain.types.plan import Schedules, StepPlan
 from flowtrain.types.run_plan import Plan
 from flowtrain.types.samples import TEXT_PART, PartSize, SamplerState
 
@@ -79,7 +81,7 @@ class FlowCandidate:
         simulator, config = step_simulator(self.request, self.times_of, self.candidate), self._flow_config()
         pool = config.pool
         return FlowWorld(
-            make_flow=self._make_flow(config, packed, samples, num_steps),
+            make_flow=self._make_flow(config, simulator, packed, samples, num_steps),
             space=AddressSpace(num_processes=pool.max_processes, segment_nbytes=pool.max_segment_nbytes),
             alignment=pool.alignment,
             samples=samples,
@@ -101,13 +103,19 @@ class FlowCandidate:
         config, tokens = self.config, self.request.workload.microbatch_tokens
         changes = {
             "mode": self.candidate.mode,
+            "pipeline": config.pipeline.model_copy(update={"schedule": schedule_of(self.request)}),
             "scheduler": config.scheduler.model_copy(update={"microbatch_tokens": tokens}),
             "observability": config.observability.model_copy(update={"trace": TraceConfig(steps=0)}),
         }
         return config.model_copy(update=changes)
 
     def _make_flow(
-        self, config: RunConfig, packed: PackedBatches, samples: DrawnSamples, num_steps: int
+        self,
+        config: RunConfig,
+        simulator: StepSimulator,
+        packed: PackedBatches,
+        samples: DrawnSamples,
+        num_steps: int,
     ) -> Callable[[Clock], Flow]:
         cost = packing_cost(config.scheduler, self.request)
         settings = FlowSettings(
@@ -122,7 +130,8 @@ class FlowCandidate:
             num_seen=0,
             num_feeders=self._feeders(packed).count,
         )
-        planner = RepeatedPlanner(StepPlanner.from_config(config, packed.dp, cost), samples)
+        search = search_of(config, simulator) if config.pipeline.policy == "pipetune" else None
+        planner = RepeatedPlanner(StepPlanner.from_config(config, packed.dp, cost, search), samples)
         return lambda clock: build_flow(config, self.request.model, settings, planner=planner, clock=clock)
 
     def _feeders(self, packed: PackedBatches) -> FeederGroup:
@@ -160,7 +169,7 @@ class FlowCandidate:
         return kinds
 
     def _step_of(self, simulator: StepSimulator, packed: PackedBatches, samples: DrawnSamples) -> StepOf:
-        programs: dict[int, Program] = {}
+        programs: dict[tuple[int, Schedules], Program] = {}
         steps: dict[int, StepWork] = {}
 
         def step_of(plan: StepPlan) -> StepWork:
@@ -177,14 +186,24 @@ class FlowCandidate:
         return step_of
 
     def _step(
-        self, simulator: StepSimulator, programs: dict[int, Program], plan: StepPlan, packed: PackedBatches
+        self,
+        simulator: StepSimulator,
+        programs: dict[tuple[int, Schedules], Program],
+        plan: StepPlan,
+        packed: PackedBatches,
     ) -> StepWork:
         """The work of a plan; packed: its samples."""
         candidate, num_slots = self.candidate, plan.num_slots
         works = works_of(self.request, packed, 0, num_slots, has_images=candidate.mode == "monolithic")
-        if num_slots not in programs:
-            programs[num_slots] = simulator.named(schedule_of(self.request), num_slots, packed.dp)
-        step = StepWork(programs[num_slots], works)
+        key = num_slots, plan.schedules
+        if key not in programs:
+            lists = {text: parse_schedule(text) for text in plan.schedules}
+            programs[key] = (
+                simulator.program([lists[text] for text in plan.schedules])
+                if lists
+                else simulator.named(schedule_of(self.request), num_slots, packed.dp)
+            )
+        step = StepWork(programs[key], works)
         if candidate.mode != "colocated":
             return step
         encoded = [encoded_steps(self.request, self.surrogate, candidate, packed, name) for name in candidate.encoders]

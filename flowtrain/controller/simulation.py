@@ -141,8 +141,7 @@ class SimulationReport:
         if self.planning.planned.config.pipeline.policy != "pipetune":
             return ()
         return (
-            "pipeline.policy is 'pipetune', and the steps here are those of 'none', since the simulation does not "
-            "search",
+            "pipeline.policy is 'pipetune'; its searches take no time here, as in a run whose lookahead hides them",
         )
 
     def as_record(self) -> dict[str, Any]:

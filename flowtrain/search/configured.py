@@ -49,11 +49,23 @@ def configured_search(config: RunConfig, model: ModelSpec) -> PipeTune | None:
     placed = replace(setup, dp=degrees.dp, tp=degrees.tp)
     encoder = next(iter(config.encoders)) if config.mode == "monolithic" else ""
     partition = configured_partition(config, model, degrees.pp)
+    actions = ActionTimes(times, degrees, placed.num_shards)
+    return search_of(config, StepSimulator(partition, actions, encoder, buffered=is_cpu))
+
+
+def search_of(config: RunConfig, simulator: StepSimulator) -> PipeTune:
+    """Return the search by what times a run's steps, which decides the model, its cut and its devices.
+
+    config: its ``scheduler`` and ``pipeline`` decide the rest.
+    """
+    times, degrees = simulator.times.times, simulator.times.degrees
+    placed = replace(times.setup, dp=degrees.dp, tp=degrees.tp)
+    limit = int(times.device.memory_nbytes * USABLE_SHARE)
     return PipeTune(
-        StepSimulator(partition, ActionTimes(times, degrees, placed.num_shards), encoder, buffered=is_cpu),
+        simulator,
         config.pipeline.schedule,
-        StepRoom(model, partition, placed, encoder, int(device.memory_nbytes * USABLE_SHARE)),
-        flops(model.backbone, config.frozen_modules),
+        StepRoom(times.model, simulator.partition, placed, simulator.encoder, limit),
+        flops(times.model.backbone, times.freeze),
         config.scheduler.dispatch,
         config.scheduler.num_buckets,
         config.pipeline.pipetune,

@@ -16,7 +16,7 @@ from flowtrain.controller.planning.planned import planned_model
 from flowtrain.simulator.flow_run import Disturbances, FlowRun, Loss
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode, ModulePlan, Plan
-from tests.allocator.test_drawn import asked_for, candidate, even, uneven
+from tests.allocator.test_drawn import LARGE, asked_for, candidate, even, uneven
 from tests.allocator.test_simulated import times_of
 from tests.allocator.worlds import MODELS, roofline_surrogate
 
@@ -80,6 +80,25 @@ def test_both_orders_take_about_as_long(mode: Mode, order: str) -> None:
     drawn = drawn_rate(asked, roofline_surrogate(asked), found, DrawnBatches.draw(asked.workload))
     run = run_of(asked, found, config=config_of(order=order))
     assert asked.workload.global_batch_size / run.step_s == pytest.approx(drawn.rate, rel=0.15)
+
+
+def searched(policy: str, **parts: bool) -> RunConfig:
+    config = config_of()
+    changes = {"policy": policy, "pipetune": config.pipeline.pipetune.model_copy(update=parts)}
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "monolithic"])
+def test_steps_are_searched_as_the_run_searches_them(mode: Mode) -> None:
+    asked = asked_for(uneven(3), encoder=LARGE)
+    found = candidate(mode, Degrees(2, 4), Degrees(8) if mode == "decoupled" else None)
+    plain, all_parts, in_time = (
+        run_of(asked, found, config=config).step_s
+        for config in (searched("none"), searched("pipetune"), searched("pipetune", precompute=False))
+    )
+    assert all_parts < 0.99 * plain
+    # Images that are encoded ahead need lists of their own, which the simulation must follow to tell the difference.
+    assert all_parts < 0.999 * in_time if mode == "monolithic" else all_parts == in_time
 
 
 def test_a_large_batch_is_simulated_by_a_share_of_the_replicas() -> None:

@@ -57,7 +57,8 @@ def test_the_last_override_of_a_key_holds(minimal: Path) -> None:
         (
             "data.system_prompt=a: b: c",
             "override 'data.system_prompt=a: b: c': the value of data.system_prompt cannot be read "
-            "(line 1: not valid YAML: mapping values are not allowed here); quote text with YAML's special signs",
+            "(line 1: not valid YAML: mapping values are not allowed in this context); quote text with YAML's special "
+            "signs",
         ),
     ],
 )

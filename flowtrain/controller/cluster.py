@@ -38,8 +38,8 @@ POOL_WAYS_OUT = (
     "data.shuffle_blocks, training.global_batch_size, data.num_feeders or encoders.*.segment_nbytes (docs/running.md)"
 )
 
-_NO_START = (ray.exceptions.AuthenticationError, ConnectionError, RuntimeError, TimeoutError, ValueError)
-"""What ``ray.init`` raises when it can neither start nor connect."""
+_NO_CLUSTER = (ray.exceptions.AuthenticationError, ConnectionError, RuntimeError, TimeoutError, ValueError)
+"""What ``ray.init`` raises when it cannot connect."""
 
 PROBE_TIMEOUT_S = 180.0
 """How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker, from a shared file
@@ -83,10 +83,10 @@ def _connect(config: RunConfig) -> Path | None:
                 log_to_driver=True,
                 logging_level=logging.ERROR,  # its advice here is to switch token authentication off
             )
-        except _NO_START as error:
+        except Exception as error:  # of a start that takes too long Ray raises nothing narrower
             raise ResourceError(
-                f"Ray does not start on this machine: {_first_line(error)}; look at the room in /tmp and in /dev/shm, "
-                "and at the limits of processes and open files (ulimit -a)"
+                f"Ray does not start on this machine: {_first_line(error)}; look at the free memory, the room in /tmp "
+                "and in /dev/shm, and the limits of processes and open files (ulimit -a)"
             ) from error
         session = Path(started.address_info["session_dir"])
         local_ray.mark_session(session)
@@ -94,7 +94,7 @@ def _connect(config: RunConfig) -> Path | None:
         return session
     try:
         ray.init(namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
-    except _NO_START as error:
+    except _NO_CLUSTER as error:
         raise ResourceError(
             f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: "
             f"{_first_line(error)}; set "

@@ -259,6 +259,17 @@ def test_a_named_cluster_that_is_not_there_is_said(
         pass
 
 
+def test_a_start_that_ray_gives_up_is_said_with_what_to_look_at(
+    config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**arguments: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does on a machine without memory
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(ResourceError, match=r"timed out during startup.*free memory"), connected(config):
+        pass
+
+
 def test_a_cluster_of_the_caller_is_used_and_left(
     config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from flowtrain import api
 from flowtrain.cli.plain_text import one_line, plain
 from flowtrain.cli.tables import facts_table, nbytes_text
-from flowtrain.observability.report.units import NBSP, duration, number, percent
+from flowtrain.observability.report.units import NBSP, counted, duration, number, percent
 
 if TYPE_CHECKING:
     from flowtrain.observability.report.status import RunStatus
@@ -50,11 +50,12 @@ def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
         yield "reason", one_line(found.reason, MAX_TEXT)
     yield "mode", found.mode + (f", {found.emulated}" if found.emulated else "")
     if found.loss is not None:
-        yield "loss", number(found.loss, 4)
+        yield "loss", f"{number(found.loss, 4)} in the last step"
     for name, loss in found.eval_losses.items():
         yield f"loss of {one_line(name, 40)}", number(loss, 4)
     if found.tokens_per_s is not None:
-        yield "rate", f"{found.tokens_per_s:,.0f} tokens/s, a step takes {duration(found.step_time_s)}"
+        over = f"; rates and shares are over the last {counted(found.num_recent, 'step')}"
+        yield "rate", f"{found.tokens_per_s:,.0f} tokens/s, a step takes {duration(found.step_time_s)}{over}"
     if found.mfu is not None:
         yield "MFU", percent(found.mfu)
     if found.starved_share is not None:

@@ -47,19 +47,21 @@ system perhaps."""
 
 
 @contextmanager
-def connected(config: RunConfig) -> Iterator[None]:
+def connected(config: RunConfig) -> Iterator[str | None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local one that ends with this process.
+
+    Yields where the dashboard listens, ``host:port``; None if there is none, or if the caller has connected.
 
     Token authentication is left as Ray has it (on). The dashboard of a local one listens on localhost alone, only its
     owner can read its token, and its temporary directory goes with it.
     """
     if ray.is_initialized():
-        yield
+        yield None
         return
     with local_ray.quiet():
-        session = _connect(config)
+        session, dashboard = _connect(config)
     try:
-        yield
+        yield dashboard
     finally:
         with local_ray.bounded_end(session, "the end of Ray"):
             ray.shutdown()
@@ -67,8 +69,8 @@ def connected(config: RunConfig) -> Iterator[None]:
             local_ray.remove_session(session)
 
 
-def _connect(config: RunConfig) -> Path | None:
-    """Return the temporary directory of a local cluster; None if it is another's."""
+def _connect(config: RunConfig) -> tuple[Path | None, str | None]:
+    """Return the temporary directory of a local cluster, None if it is another's; and where the dashboard listens."""
     namespace = f"flowtrain-{config.name}"
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -84,6 +86,7 @@ def _connect(config: RunConfig) -> Path | None:
                 logging_level=logging.ERROR,  # its advice here is to switch token authentication off
             )
         except Exception as error:  # of a start that takes too long Ray raises nothing narrower
+            local_ray.mark_failed_session()
             raise ResourceError(
                 f"Ray does not start on this machine: {_first_line(error)}; look at the free memory, the room in /tmp "
                 "and in /dev/shm, and the limits of processes and open files (ulimit -a)"
@@ -91,9 +94,9 @@ def _connect(config: RunConfig) -> Path | None:
         session = Path(started.address_info["session_dir"])
         local_ray.mark_session(session)
         local_ray.remove_dead_sessions(session.parent)
-        return session
+        return session, started.address_info.get("webui_url") or None
     try:
-        ray.init(namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
+        found: Any = ray.init(namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
     except _NO_CLUSTER as error:
         raise ResourceError(
             f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: "
@@ -102,7 +105,7 @@ def _connect(config: RunConfig) -> Path | None:
             "RAY_ADDRESS to train on this machine alone"
         ) from error
     local_ray.warn_of_open_token(os.environ)
-    return None
+    return None, found.address_info.get("webui_url") or None
 
 
 def _first_line(error: Exception) -> str:

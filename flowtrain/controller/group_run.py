@@ -181,7 +181,8 @@ class GroupRun:
     # --- watching -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> bool:
-        desk = TraceDesk(self._run.files, self._traces, self._actors, self._stream.note)
+        num_steps = self._run.run_spec.num_steps
+        desk = TraceDesk(self._run.files, self._traces, self._actors, num_steps, self._stream.note)
         lost: BackboneLost | None = None
         try:
             while True:

@@ -168,6 +168,13 @@ def mark_session(session: Path) -> None:
         (session / _MARK).touch(mode=0o600)
 
 
+def mark_failed_session() -> None:
+    """Mark what a start of Ray has left that this process gave up; the next start removes it."""
+    root = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"  # as Ray chooses it
+    for session in root.glob(f"session_*_{os.getpid()}"):
+        mark_session(session)
+
+
 def remove_session(session: Path) -> None:
     """Remove the directory of a session that has ended (sockets, logs, spilled objects), and links into it."""
     for attempt in range(_REMOVE_ATTEMPTS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.pooling import hbm_offer
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import cluster
+from flowtrain.controller import cluster, local_ray
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.mps import nodes_without_mps, without_mps_text
 from flowtrain.controller.prepare import RunSpec, with_start_limit
@@ -32,6 +33,8 @@ class PlacedRun:
     specs: list[ActorSpec]
     group: PlacementGroup | None
     """None: its actors reserve nothing."""
+    dashboard: str | None
+    """Where Ray's dashboard listens, ``host:port``, if this run connected to Ray."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class OpenRun:
     run_spec: RunSpec
     specs: list[ActorSpec]
     group: PlacementGroup | None
+    dashboard: str | None
     files: RunDir
     start: ResumePoint
 
@@ -49,7 +53,7 @@ def place(run_spec: RunSpec, display: ProgressDisplay, stack: ExitStack) -> Plac
     """Connect to Ray, or start it, and reserve the actors' resources; ``stack`` gives both back."""
     config = run_spec.config
     display.phase("connecting to Ray, or starting it")
-    stack.enter_context(cluster.connected(config))
+    dashboard = stack.enter_context(cluster.connected(config))
     run_spec = _with_devices(run_spec)
     specs = actor_specs_of(run_spec.plan)
     bundles = bundles_of(specs)
@@ -58,7 +62,7 @@ def place(run_spec: RunSpec, display: ProgressDisplay, stack: ExitStack) -> Plac
     display.phase(f"placing {len(specs)} actors")
     placing = cluster.placed(bundles, config.limits.placement_timeout_s, strategy)
     group = stack.enter_context(placing) if bundles else None
-    return PlacedRun(replace(run_spec, config=cluster.with_network(config, group)), specs, group)
+    return PlacedRun(replace(run_spec, config=cluster.with_network(config, group)), specs, group, dashboard)
 
 
 def open_run(config: RunConfig, placed: PlacedRun, resume: bool, display: ProgressDisplay, stack: ExitStack) -> OpenRun:
@@ -77,12 +81,16 @@ def open_run(config: RunConfig, placed: PlacedRun, resume: bool, display: Progre
     run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None or config.emulation is None)
     display.expect(run_spec.num_steps, start.step)
     stack.callback(display.close)  # before Ray ends, which takes a while
-    return OpenRun(run_spec, placed.specs, placed.group, files, start)
+    return OpenRun(run_spec, placed.specs, placed.group, placed.dashboard, files, start)
 
 
 def note_start(run: OpenRun, stream: EventStream) -> None:
-    """Tell the user what encoder actors do with accelerators, what is emulated, and where the run goes on."""
+    """Tell the user where the dashboard is, what encoders do with accelerators, and where the run goes on."""
     run_spec, start = run.run_spec, run.start
+    if run.dashboard is not None:
+        token = local_ray.token_file(os.environ)
+        asks = f"; it asks for the token in {token}" if token is not None else ""
+        stream.note(f"Ray's dashboard: http://{run.dashboard}{asks}")
     if run_spec.config.has_encoder_actors:
         _note_devices(run_spec, run.specs, stream)
     if (note := emulation_note(run_spec.config)) is not None:

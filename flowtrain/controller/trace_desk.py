@@ -22,7 +22,7 @@ from flowtrain.observability.trace_request import (
     answer_request,
     take_request,
 )
-from flowtrain.types.tracing import TraceOrder
+from flowtrain.types.tracing import TraceOrder, TraceSteps
 
 PROFILES_S = 300.0
 """How long actors may take to write their profiles after the last step."""
@@ -44,11 +44,13 @@ class _Window:
 class TraceDesk:
     """Looks for requests whenever ``poll`` is called, and answers them. An error of it never ends the run.
 
-    actors: whose backbone ranks run. note: shows a line to the user.
+    actors: whose backbone ranks run. num_steps: of the run. note: shows a line to the user.
     """
 
-    def __init__(self, files: RunDir, traces: RunTraces, actors: WorkerGroup, note: Callable[[str], None]) -> None:
-        self._files, self._traces, self._actors, self._note = files, traces, actors, note
+    def __init__(
+        self, files: RunDir, traces: RunTraces, actors: WorkerGroup, num_steps: int, note: Callable[[str], None]
+    ) -> None:
+        self._files, self._traces, self._actors, self._num_steps, self._note = files, traces, actors, num_steps, note
         self._tracing = Diagnostic("a trace on demand", retries=True)
         self._window: _Window | None = None
 
@@ -63,7 +65,8 @@ class TraceDesk:
     def _poll(self) -> None:
         request = take_request(self._files)
         if request is not None and self._window is not None:
-            self._refuse(request, "another trace is under way; ask again when it is complete")
+            last = self._window.answer.last_step
+            self._refuse(request, f"another trace is under way, up to step {last}; ask again when it is complete")
         elif request is not None:
             try:
                 self._begin(request)
@@ -77,6 +80,7 @@ class TraceDesk:
 
     def _begin(self, request: TraceRequest) -> None:
         steps = self._actors.link.ask(CoordinatorApi.trace, request.steps)
+        steps = TraceSteps(steps.first, max(steps.first, min(steps.last, self._num_steps)))
         directory = self._traces.open_window(steps)
         where = str(directory.relative_to(self._files.root))
         answer = TraceAnswer(request.id, TraceState.RECORDING, where, steps.first, steps.last)

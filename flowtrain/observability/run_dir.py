@@ -22,6 +22,8 @@ from flowtrain.observability.files import PRIVATE_DIRECTORY, open_private, repla
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMED = 12
+"""Runs that a message names."""
 _LOCK = ".lock"
 _LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
 
@@ -146,7 +148,12 @@ def find_run(run: str | os.PathLike[str]) -> Path:
         if any(os.path.isfile(candidate / name) for name in ("config.yaml", "metrics.jsonl")):
             return candidate
     looked = " or ".join(dict.fromkeys(str(candidate / "config.yaml") for candidate in candidates))
-    raise ConfigError(f"no run {str(run)!r}: there is no {looked}; give the run's directory")
+    known = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+    others = f"; ./runs has {', '.join(known[-MAX_NAMED:])}" if known else ""
+    raise ConfigError(
+        f"no run {str(run)!r}: there is no {looked}{others}. Give the run's directory; one that starts has none until "
+        "Ray has placed its actors"
+    )
 
 
 @contextmanager

@@ -106,7 +106,8 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) ->
     code, _, error, heavy = flowtrain_command("export", "none", cwd=tmp_path)
     assert (code, heavy) == (2, [])
     looked = "there is no none/config.yaml or runs/none/config.yaml"
-    assert error == f"flowtrain: no run 'none': {looked}; give the run's directory"
+    way_out = "Give the run's directory; one that starts has none until Ray has placed its actors"
+    assert error == f"flowtrain: no run 'none': {looked}. {way_out}"
 
 
 def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

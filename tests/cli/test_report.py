@@ -17,7 +17,7 @@ from flowtrain.errors import ConfigError
 from tests.report.runs import HOSTILE, event, started, write_lines, write_run
 
 ROOT = Path(__file__).parents[2]
-NO_RUN = "no run 'absent': there is no absent/config.yaml or runs/absent/config.yaml; give the run's directory"
+NO_RUN = "no run 'absent': there is no absent/config.yaml or runs/absent/config.yaml; ./runs has one. Give the run's"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,7 +223,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     def init(**arguments: Any) -> SimpleNamespace:
         noted.append(arguments)
-        return SimpleNamespace(address_info={"session_dir": str(session)})
+        return SimpleNamespace(address_info={"session_dir": str(session), "webui_url": "127.0.0.1:8265"})
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -232,7 +233,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
 
 def test_alone_a_local_cluster_starts_and_ends(config: RunConfig, calls: list[Any], tmp_path: Path) -> None:
-    with connected(config):
+    with connected(config) as dashboard:
+        assert dashboard == "127.0.0.1:8265"
         assert calls[0]["address"] == "local" and calls[0]["dashboard_host"] == "127.0.0.1"
         assert calls[0]["namespace"] == "flowtrain-kite"
         assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
@@ -260,14 +262,19 @@ def test_a_named_cluster_that_is_not_there_is_said(
 
 
 def test_a_start_that_ray_gives_up_is_said_with_what_to_look_at(
-    config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(**arguments: Any) -> None:
+        session.mkdir(parents=True)
         raise Exception("The current node timed out during startup.")  # as Ray does on a machine without memory
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    session = tmp_path / "ray" / f"session_2026_{os.getpid()}"
 
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(ResourceError, match=r"timed out during startup.*free memory"), connected(config):
         pass
+    assert [path.name for path in session.iterdir()] == [".started_by_flowtrain"], "the next start removes it"
 
 
 def test_a_cluster_of_the_caller_is_used_and_left(

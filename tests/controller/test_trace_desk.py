@@ -21,7 +21,7 @@ from tests.controller.fake_ray import FakeRay, Ref, died
 from tests.controller.test_run_traces import run
 from tests.disk import full_from
 
-FIRST = 4
+FIRST, NUM_STEPS = 4, 20
 
 
 class FakeActor:
@@ -54,7 +54,7 @@ class World:
         self.notes: list[str] = []
         roles = {Role.BACKBONE: {"backbone": self.backbone}, Role.ENCODER: {"encoder-0": self.encoder}}
         actors: Any = SimpleNamespace(link=SimpleNamespace(ask=self._ask), of_role=roles.__getitem__)
-        self.desk = TraceDesk(self.files, self.traces, actors, self.notes.append)
+        self.desk = TraceDesk(self.files, self.traces, actors, NUM_STEPS, self.notes.append)
 
     def _ask(self, question: Callable[..., Any], num_steps: int) -> TraceSteps:
         assert question.__name__ == "trace"
@@ -141,10 +141,17 @@ def test_a_second_request_is_refused_while_one_is_under_way(world: World) -> Non
     world.request("a")
     world.request("b")
     assert world.answer.state is TraceState.REFUSED and world.answer.id == "b"
+    assert world.answer.reason == "another trace is under way, up to step 5; ask again when it is complete"
     assert world.asked == [2]
     run(world.traces, [4, 5])
     world.desk.poll()
     assert (world.answer.id, world.answer.state) == ("a", TraceState.DONE)
+
+
+def test_a_window_ends_with_the_run(world: World) -> None:
+    world.request("a", steps=5000)
+    assert (world.answer.first_step, world.answer.last_step) == (FIRST, NUM_STEPS)
+    assert world.answer.directory == f"traces/steps-{FIRST}-{NUM_STEPS}"
 
 
 def test_a_run_that_ends_earlier_says_how_far_it_came(world: World) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.observability.report.blocks import chart_figure
 from flowtrain.observability.report.chart_svg import SIZE, axes_of, description, draw_chart
 from flowtrain.observability.report.figures import MIN_TO_SMOOTH, Chart, Line, Mark, smoothed, window_of
 from tests.report.parsed import Node, parsed
@@ -95,6 +96,13 @@ def test_a_description_says_in_words_what_is_drawn() -> None:
     )
     picture = drawn(Chart(HOSTILE, HOSTILE, (Line(HOSTILE, np.arange(3.0), np.arange(3.0)),)))
     assert not picture.all("script") and "<script>" in picture.all("title")[0].text
+
+
+def test_what_is_said_of_a_smoothed_line_is_of_its_values() -> None:
+    y = np.array([8.0, *[4.0] * MIN_TO_SMOOTH, 1.0])
+    long = Chart("key", "Title", tuple(smoothed("loss", np.arange(len(y), dtype=float), y)))
+    assert description(long) == f"loss: from 8.00 at step 0 to 1.00 at step {len(y) - 1}, between 1.00 and 8.00."
+    assert "last 1.00" in str(chart_figure(long))
 
 
 @pytest.mark.parametrize("count", [0, 1, MIN_TO_SMOOTH - 1, MIN_TO_SMOOTH, 6000])

@@ -40,7 +40,9 @@ def ended(outcome: str, reason: str | None = None, after_s: float = 50.0) -> dic
 
 def test_a_run_says_how_it_ended(directory: Path) -> None:
     done = outcome_of(read_run(directory))
-    assert (done.state, done.step, done.num_steps, done.started_s) == (State.DONE, 40, 40, START_S)
+    assert (done.state, done.step, done.num_steps, done.started_s) == (State.DONE, 40, 40, START_S - 6.0), (
+        "with its start"
+    )
     failed = outcome_of(with_events(directory, started(), ended("failed", "a rank died")))
     assert (failed.state, failed.reason, failed.duration_s) == (State.FAILED, "a rank died", 60.0)
     assert outcome_of(with_events(directory, started(), ended("stopped"))).state is State.STOPPED
@@ -96,7 +98,7 @@ def test_numbers_leave_out_the_first_step_of_each_start(directory: Path) -> None
     assert (found.tokens_per_s, found.starved_share, found.num_steady) == (1500.0, 0.25, 38)
     assert found.blocked_share == pytest.approx(0.25), "of two encoders"
     assert found.mfu == pytest.approx(0.4) and found.step_time_s == 2.0
-    assert (found.first_loss, found.last_loss) == (1.0, 39.5)
+    assert (found.first_loss, found.last_loss, found.num_last) == (1.0, 39.5, 2)
 
 
 def test_held_out_losses_by_set_and_from_a_run_without_events(directory: Path) -> None:
@@ -125,6 +127,7 @@ FIGURES: dict[str, Any] = {
     **dict.fromkeys(("first_loss", "last_loss", "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "mfu")),
     **dict.fromkeys(("step_time_s", "backbone_mfu", "pool_peak_nbytes")),
     "eval_losses": {},
+    "num_last": 5,
     "starved_share": 0.02,
     "blocked_share": 0.8,
     "fill": 0.95,

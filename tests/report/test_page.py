@@ -125,7 +125,7 @@ def test_the_page_of_a_run_that_ended_well(directory: Path) -> None:
         *("Steps 10 to 12", "Packing fill", "Imbalance"),
     ]
     (lead,) = classes(page, "lead")
-    assert "60 of 60 steps" in lead and "mode decoupled" in lead and "2026-11-18 11:06:40 UTC" in lead
+    assert "60 of 60 steps" in lead and "mode decoupled" in lead and "2026-11-18 11:06:34 UTC" in lead
     (first,) = classes(page, "first")
     assert first.startswith("The limit is the backbone")
     tiles = dict(zip([n.text for n in page.all("dt", "") if n.text][:10], classes(page, "value"), strict=True))
@@ -323,6 +323,7 @@ def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Pat
     write_trace(window / "trace.json", range(29, 33))
     page = page_of(directory, options=ReportOptions((30, 31), thumbnails=False))
     assert page.by_id("gantt-title").text == "Steps 30 to 31"
+    assert "flowtrain report RUN --steps 29-32 shows" in page_of(directory).text
     (directory / "trace.json").unlink()
     with pytest.raises(ConfigError, match="it has no whole step"):
         build_report([directory], ReportOptions((1, 1)))

@@ -133,7 +133,8 @@ def chart_figure(chart: Chart, x_name: str = "step") -> Markup | None:
     named = [line for line in chart.lines if not line.is_faint]
     now = ""
     if len(named) == 1:
-        known = named[0].y[np.isfinite(named[0].y)]
+        values = chart.values_of(named[0]).y
+        known = values[np.isfinite(values)]
         now = f"last {scaled(float(known[-1]), chart.kind, chart.unit)}"
     return element(
         "figure",

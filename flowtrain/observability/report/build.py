@@ -112,7 +112,7 @@ def _sections(run: RunData, options: ReportOptions, now: float, prefix: str, pic
         ("samples", "Generated samples", [generated_content(samples, pictures, prefix)]),
         ("speed", "Speed", [_charts(speed_charts(run), prefix)]),
         ("flow", "Flow of data", [_charts(flow_charts(run), prefix), transports_table(run)]),
-        ("timeline", "Timeline", [timeline]),
+        ("timeline", "Timeline", [timeline, _windows(run)]),
         ("packing", "Packing and balance", [_charts(packing_charts(run), prefix), packing_table(run)]),
         ("plan", "Plan and reality", [*plan_content(run, figures), modes_table(run)]),
         ("data", "Data", [sources_table(run)]),
@@ -146,6 +146,16 @@ def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -
         has = f"it has steps {traced[0]} to {traced[-1]}" if traced else "it has no whole step"
         raise ConfigError(f"steps {first} to {last} (--steps) are not in {run.files.trace}: {has}")
     return None
+
+
+def _windows(run: RunData) -> Markup | None:
+    """Name the windows of ``flowtrain trace``, which ``--steps`` shows."""
+    found = sorted(path.parent.name.removeprefix("steps-") for path in run.files.root.glob("traces/steps-*/trace.json"))
+    if not found:
+        return None
+    command = f"flowtrain report RUN --steps {found[-1]}"
+    text = f"flowtrain trace has recorded steps {', '.join(found)}; {command} shows the last of these here."
+    return element("p", text, class_="muted")
 
 
 def _comparison(runs: Sequence[RunData], options: ReportOptions, now: float) -> str:

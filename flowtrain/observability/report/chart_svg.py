@@ -98,9 +98,9 @@ def draw_chart(chart: Chart, x_name: str = "step") -> Markup:
 def description(chart: Chart, x_name: str = "step") -> str:
     """Return in words what a chart shows, for those who do not see it."""
     said = []
-    for line in chart.lines:
+    for line in (chart.values_of(each) for each in chart.lines if not each.is_faint):
         known = np.isfinite(line.y)
-        if line.is_faint or not known.any():
+        if not known.any():
             continue
         x, y = line.x[known], line.y[known]
         first, last = (scaled(float(y[place]), chart.kind, chart.unit) for place in (0, -1))

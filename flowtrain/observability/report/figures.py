@@ -59,7 +59,12 @@ class Chart:
 
     def is_smoothed(self, line: Line) -> bool:
         """Whether a line is the moving mean of another one, which is drawn faintly."""
-        return not line.is_faint and any(each.is_faint and each.label == line.label for each in self.lines)
+        return self.values_of(line) is not line
+
+    def values_of(self, line: Line) -> Line:
+        """Return the line that a moving mean smooths; any other line itself."""
+        faint = (each for each in self.lines if each.is_faint and each.label == line.label)
+        return line if line.is_faint else next(faint, line)
 
 
 def smoothed(label: str, x: FloatArray, y: FloatArray, color: int = 0) -> list[Line]:

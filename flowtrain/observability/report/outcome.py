@@ -87,9 +87,13 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
 
 
 def _first_time(run: RunData) -> float | None:
-    for event in run.of_kind("run_started"):
-        if math.isfinite(event_time(event)):
-            return event_time(event)
+    """The start of the first driver, as far as its end tells; the first event comes when the actors have started."""
+    starts = [event_time(event) for event in run.of_kind("run_started") if math.isfinite(event_time(event))]
+    if starts:
+        until_s = starts[1] if len(starts) > 1 else math.inf
+        ends = (event for event in run.of_kind("run_ended") if starts[0] <= event_time(event) <= until_s)
+        began_s = (event_time(event) - as_number(event.get("duration_s")) for event in ends)
+        return min((each for each in (*began_s, starts[0]) if math.isfinite(each)), default=starts[0])
     if not len(run.steps):
         return None
     first = float(run.steps["timestamp"][0] - np.nan_to_num(run.steps["step_time_s"][0]))
@@ -105,7 +109,9 @@ class KeyFigures:
 
     first_loss: float | None
     last_loss: float | None
-    """Mean of the last twentieth of the steps."""
+    """Mean of the last ``num_last`` steps."""
+    num_last: int
+    """A twentieth of the steps."""
     eval_losses: Mapping[str, tuple[float, float, int]]
     """By held-out set: the last loss, the best one, and the step of the best one."""
     tokens_per_s: float | None
@@ -140,10 +146,12 @@ def key_figures(run: RunData) -> KeyFigures:
 
     blocked = rate("blocked_s") if run.num_encoders else None
     loss = steps["loss"][np.isfinite(steps["loss"])]
+    num_last = max(1, len(loss) // 20)
     pool = np.nan_to_num(steps["pool_dram_nbytes"]) + np.nan_to_num(steps["pool_hbm_nbytes"])
     return KeyFigures(
         first_loss=float(loss[0]) if len(loss) else None,
-        last_loss=float(loss[-max(1, len(loss) // 20) :].mean()) if len(loss) else None,
+        last_loss=float(loss[-num_last:].mean()) if len(loss) else None,
+        num_last=num_last,
         eval_losses={name: _eval_figures(points) for name, points in eval_points(run).items()},
         tokens_per_s=rate("num_tokens"),
         tokens_per_s_per_device=mean_in_time("tokens_per_s_per_device"),

@@ -79,7 +79,9 @@ def glance(run: RunData, figures: KeyFigures) -> Markup:
 
 def _tiles(run: RunData, figures: KeyFigures) -> Iterator[Tile]:
     if figures.first_loss is not None:
-        yield Tile("Training loss", number(figures.last_loss, 4), f"from {number(figures.first_loss, 4)} at the start")
+        over = f"mean of the last {counted(figures.num_last, 'step')}" if figures.num_last > 1 else "of the last step"
+        first = f"{number(figures.first_loss, 4)} at the first"
+        yield Tile("Training loss", number(figures.last_loss, 4), f"{over}; {first}")
     for name, (last, best, step) in list(figures.eval_losses.items())[:4]:
         yield Tile(f"Loss of {name}"[:60], number(last, 4), f"best {number(best, 4)} after step {step:,}")
     if figures.tokens_per_s is not None:
@@ -186,7 +188,7 @@ def _predictions(run: RunData, figures: KeyFigures) -> Iterator[list[Cell | str]
     r2 = as_number(dig(run.profile, "microbatches", "fitted", "r2"))
     if math.isfinite(r2):
         shown = f"R\u00b2 {r2:.3f}"
-        yield ["cost of microbatches, fitted to measured ones", number_cell("R\u00b2 1"), number_cell(shown), ""]
+        yield ["cost of microbatches, fitted to measured ones", "", number_cell(shown), ""]
 
 
 def _compared(

@@ -42,6 +42,8 @@ class RunStatus:
     loss: float | None
     eval_losses: dict[str, float]
     """The last loss of each held-out set; NaN if it was not finite."""
+    num_recent: int
+    """Steps that rates and shares are over."""
     tokens_per_s: float | None
     step_time_s: float | None
     mfu: float | None
@@ -98,6 +100,7 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         eta_s=left * seconds_a_step if is_running and left is not None and seconds_a_step is not None else None,
         loss=steps.last("loss"),
         eval_losses={name: float(losses[-1]) for name, (_, losses) in eval_points(run).items() if len(losses)},
+        num_recent=len(recent),
         tokens_per_s=ratio(steps["num_tokens"][recent], time_s),
         step_time_s=median(time_s),
         mfu=ratio(steps["mfu"][recent] * time_s, time_s),

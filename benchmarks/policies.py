@@ -1,7 +1,7 @@
 """Every policy of a pipeline on every mix: simulated at the papers' scale, on emulated devices, and on two real cores.
 
 python benchmarks/policies.py [--parts simulated emulated real] [--mixes NAME ...] [--real-mixes NAME ...]
-                              [--steps N] [--rounds N] [--keep FILE] [--json] [--report docs/results/policies.md]
+                              [--steps N] [--rounds N] [--keep FILE] [--profile FILE] [--json] [--report FILE.md]
 
 Policies of steps: `pipeline.policy` none, balanced and pipetune, and groups over the whole data set
 (`data.grouping`). Policies of cuts: `pipeline.partition` by a word, the encoder's layers among the backbone's.
@@ -34,7 +34,6 @@ from _report import Figure, at_least, commit, emit, machine
 import flowtrain
 
 PARTS = ("simulated", "emulated", "real")
-REAL_MIXES = ("DataMix2", "ai2d")
 CLEAR = 0.02
 """Policies whose simulated rates differ by less than this share have no order."""
 LOSS_TOLERANCE = 1e-4
@@ -116,15 +115,17 @@ def _check_losses(scene: Scene, losses: dict[str, float | None]) -> None:
         sys.exit(f"{scene.label}: first losses differ: {losses}")
 
 
-def real_scenes(directory: Path, mixes: Sequence[str], steps: int, seed: int) -> Iterator[tuple[Scene, str]]:
+def real_scenes(
+    directory: Path, mixes: Sequence[str], steps: int, seed: int, profile: Path
+) -> Iterator[tuple[Scene, str]]:
     """Yield each mix with steps and with cuts, and the file of the times of the model on both cores."""
-    model, profile = RealModel.write(directory), directory / "profile.json"
+    model = RealModel.write(directory)
     for mix in mixes:
         for scene in model.scenes(mix, steps, directory, seed):
             if not profile.exists():
                 report = flowtrain.profile(scene.config, devices=2)
                 profile.write_text(report.profile.to_json())
-            yield scene, str(profile)
+            yield scene, str(profile.absolute())
 
 
 def report_steps(page: Page, title: str, found: Sequence[Compared], note: str) -> None:
@@ -196,11 +197,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--mixes", nargs="+", choices=list(components()), default=list(components()))
-    parser.add_argument("--real-mixes", nargs="+", choices=list(components()), default=list(REAL_MIXES))
+    parser.add_argument("--real-mixes", nargs="+", choices=list(components()), default=list(components()))
     parser.add_argument("--steps", type=int, default=10, help="of each run")
     parser.add_argument("--rounds", type=int, default=3, help="of real runs; emulated ones run once")
     parser.add_argument("--seed", type=int, default=101, help="of the drawn samples")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep runs there, and go on after those it has")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="times of real runs; measured if it is not there")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
@@ -240,7 +242,9 @@ def run_parts(page: Page, bench: Bench, directory: Path, args: argparse.Namespac
     if "real" in args.parts:
         compared = [
             bench.compare(scene, args.rounds, pinned=True, changes=(f"allocator.profile={profile}",))
-            for scene, profile in real_scenes(directory / "real", args.real_mixes, args.steps, args.seed)
+            for scene, profile in real_scenes(
+                directory / "real", args.real_mixes, args.steps, args.seed, args.profile or directory / "profile.json"
+            )
         ]
         note = f"Measured: median of {args.rounds} rounds; in brackets the least and the most."
         report_steps(page, "Two real cores", compared, note)

@@ -156,13 +156,15 @@ def _data_sheet(config: RunConfig, count: int) -> DeviceType:
 
 
 def _microbatch(config: RunConfig, model: ModelSpec, encoder: str) -> MicrobatchWork:
-    """A full microbatch, half of whose tokens are images'."""
+    """A full microbatch, half of whose tokens are images'; no image is larger than those that a profile measured."""
     tokens, longest = config.scheduler.microbatch_tokens, config.data.max_seq_len
     lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     rows = int(VISION_SHARE * tokens)
     patches: list[int] = []
     if encoder:
         every = rows * model.encoders[encoder].patches_per_row
-        num_images = math.ceil(every / _IMAGE_PATCHES)
+        profile = configured_profile(config)
+        tables = profile.encoders.get(encoder, {}).values() if profile is not None else ()
+        num_images = math.ceil(every / min([_IMAGE_PATCHES, *(table.num_patches[-1] for table in tables)]))
         patches = [every // num_images] * num_images if every else []
     return MicrobatchWork(tuple(lengths), rows, tokens // 2, tuple(patches))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,17 @@ from flowtrain.config.run import RunConfig
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.costs.layer_costs import layer_costs
 from flowtrain.costs.microbatches import MicrobatchWork
+from flowtrain.costs.profile import ImageTable
 from flowtrain.errors import ConfigError
+from flowtrain.models.families.registry import family_from_config
 from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.cuts import stage_sums
 from flowtrain.pipeline.partition import EncoderSplit, build_partition
 from flowtrain.search.partition import searched_partitions, simulated_step_s, with_chosen_partition
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster
+from tests.e2e.worlds import tiny_config
+from tests.profiles import cpu_profile
 
 WORK = MicrobatchWork((2048, 2048), 2048, 1024, (1024, 1024))
 VISION, DEPTH = MODEL.encoders["vision"], MODEL.backbone.num_layers
@@ -100,6 +105,21 @@ def test_a_word_becomes_numbers_that_the_run_can_have(word: str, keys: tuple[str
     assert with_chosen_partition(config, MODEL) is config
     again = with_chosen_partition(config_of(f"pipeline.partition={word}", *keys), MODEL)
     assert again.pipeline == config.pipeline, "the same wherever it is asked"
+
+
+@pytest.mark.parametrize("word", ["profile", "balanced"])
+def test_images_are_no_larger_than_those_of_the_profile(word: str, tmp_path: Path) -> None:
+    (tmp_path / "unused.parquet").touch()
+    config = tiny_config(tmp_path, tmp_path / "unused.parquet")
+    profile = cpu_profile(config)
+    small = {"vision": {1: ImageTable((1, 4), (1,), ((1e-3,), (1e-3,)))}}
+    (tmp_path / "profile.json").write_text(replace(profile, encoders=small).to_json())
+    keys = ["backbone.pipeline_parallel_size=2", "mode=monolithic", "pipeline.encoder_layers=mixed"]
+    keys += [f"pipeline.partition={word}", f"allocator.profile={tmp_path / 'profile.json'}"]
+    config = override_config(config, [*keys, "scheduler.microbatch_tokens=512"])
+    model = family_from_config(config).model_spec
+    counts = with_chosen_partition(config, model).pipeline.counts
+    assert counts is not None and sum(counts) == 3, "one layer of the tower, two of the backbone"
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "llm_only"])

@@ -21,7 +21,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.emulated_model import emulated_run
 
 VISION, PATCH = "vision", 14
-REAL_BATCH = 24
+REAL_BATCH = 96
 COMMON = (
     "mode=monolithic",
     "data.shuffle=none",

@@ -247,6 +247,10 @@ def run_parts(page: Page, bench: Bench, directory: Path, args: argparse.Namespac
             )
         ]
         note = f"Measured: median of {args.rounds} rounds; in brackets the least and the most."
+        note += (
+            " Ranks, feeder and search share two cores, so a gain of a few percent is within the spread of the rounds, "
+            "and processes that search take time from ranks, which they do not on machines with more cores."
+        )
         report_steps(page, "Two real cores", compared, note)
         report_order(page, "real", compared)
 

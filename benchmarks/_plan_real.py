@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from _pinned import stay_on
 from PIL import Image
 
 from flowtrain.actors.backbone import BackboneRank
@@ -52,18 +52,11 @@ def _image(generator: np.random.Generator) -> bytes:
     return buffer.getvalue()
 
 
-def _stay_on(number: int) -> None:
-    """Keep this process, with all its present and later threads, on one of its allowed cores."""
-    core = sorted(os.sched_getaffinity(0))[number]
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
-
-
 class EncoderOnFirst(Encoder):
     """An encoder on the first core."""
 
     def __init__(self, *args: Any) -> None:
-        _stay_on(0)
+        stay_on(0)
         super().__init__(*args)
 
 
@@ -71,7 +64,7 @@ class BackboneOnFirst(BackboneRank):
     """A backbone rank on the first core."""
 
     def __init__(self, *args: Any) -> None:
-        _stay_on(0)
+        stay_on(0)
         super().__init__(*args)
 
 
@@ -79,7 +72,7 @@ class BackboneOnSecond(BackboneRank):
     """A backbone rank on the second core."""
 
     def __init__(self, *args: Any) -> None:
-        _stay_on(1)
+        stay_on(1)
         super().__init__(*args)
 
 

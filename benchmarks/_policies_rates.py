@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
+from _pinned import stay_on
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.config.run import RunConfig
@@ -48,20 +48,18 @@ def _arrangement(plan: StepPlan, sizes: SampleSizes) -> Arrangement:
     return Arrangement(bins, np.arange(len(plan.ends)).reshape(-1, plan.dp_size), plan.schedules)
 
 
-def measured(config: RunConfig, *, pinned: bool) -> tuple[float, tuple[float, ...]]:
-    """Train; return tokens/s, and the loss of each step. pinned: each backbone rank has a core of its own."""
+def measured(config: RunConfig, *, pinned: bool) -> tuple[float, float]:
+    """Train; return tokens/s, and the loss of the first step. pinned: each backbone rank has a core of its own."""
     summary = run_training(config, classes=ActorClasses(backbone=PinnedRank) if pinned else None)
     lines = list(read_metrics(summary.directory / "metrics.jsonl"))
     counted = lines[WARM_UP : len(lines) - ENDING]
     rate = sum(line["num_tokens"] for line in counted) / sum(line["step_time_s"] for line in counted)
-    return float(rate), tuple(float(line["loss"]) for line in lines)
+    return float(rate), float(lines[0]["loss"])
 
 
 class PinnedRank(BackboneRank):
     """A backbone rank on the core of its number."""
 
     def __init__(self, config: RunConfig, rank: int, *args: Any) -> None:
-        core = sorted(os.sched_getaffinity(0))[rank % 2]
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {core})
+        stay_on(rank)
         super().__init__(config, rank, *args)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from _modes_runs import Workload
+from _pinned import stay_on
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder
@@ -154,18 +155,11 @@ def run(config: RunConfig, case: Case, directory: Path) -> Ran:
     return Ran(float(rate), max(peaks, default=0), summary.directory)
 
 
-def _stay_on(number: int) -> None:
-    """Keep this process, with all its present and later threads, on one of the first two cores."""
-    core = sorted(os.sched_getaffinity(0))[number % 2]
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
-
-
 class PinnedEncoder(Encoder):
     """An encoder on the core of its number."""
 
     def __init__(self, config: RunConfig, encoder: str, name: str, run_id: str) -> None:
-        _stay_on(int(name.rpartition("-")[2]))
+        stay_on(int(name.rpartition("-")[2]))
         super().__init__(config, encoder, name, run_id)
 
 
@@ -186,7 +180,7 @@ class PinnedBackbone(_Watched):
     """A backbone rank on the core of its number."""
 
     def __init__(self, config: RunConfig, rank: int, *args: Any) -> None:
-        _stay_on(rank)
+        stay_on(rank)
         super().__init__(config, rank, *args)
 
 
@@ -194,7 +188,7 @@ class BackboneOnSecond(_Watched):
     """A backbone rank on the second core."""
 
     def __init__(self, *args: Any) -> None:
-        _stay_on(1)
+        stay_on(1)
         super().__init__(*args)
 
 

@@ -8,7 +8,7 @@ Policies of steps: `pipeline.policy` none, balanced and pipetune, and groups ove
 Mixes are drawn from the statistics of PipeTune's Table 1 and of the traces ai2d and synthdog. A rate is tokens/s of the
 steps between the first and the last ones, and its simulated counterpart is of the very same steps. In a round each
 policy runs once, in an order that rotates. With --keep, runs are kept in a file and a further call goes on.
-Exits with 1 if two policies of steps that have the same samples have different losses.
+Exits with 1 if two policies that train the same samples have different losses.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Bench:
             return kept
         self._number += 1
         name = f"{scene.label}-{policy.name}-{self._number}".replace(" ", "-")
-        rate, losses = measured(scene.run_of(policy, name, *changes), pinned=pinned)
-        record = Record(scene.model, scene.mix, policy.name, number, rate, losses[0])
+        rate, first_loss = measured(scene.run_of(policy, name, *changes), pinned=pinned)
+        record = Record(scene.model, scene.mix, policy.name, number, rate, first_loss)
         self._store.add(record)
         print(f"{scene.label}: {policy.name} {rate:.0f} tokens/s", file=sys.stderr, flush=True)
         return record
@@ -128,7 +128,7 @@ def real_scenes(
             yield scene, str(profile.absolute())
 
 
-def report_steps(page: Page, title: str, found: Sequence[Compared], note: str) -> None:
+def report_gains(page: Page, title: str, found: Sequence[Compared], note: str) -> None:
     """Add a table of gains over the first policy for all scenes that have these policies."""
     for policies in (STEP_POLICIES, CUT_POLICIES):
         mine = [each for each in found if each.scene.policies is policies]
@@ -180,7 +180,8 @@ def head(args: argparse.Namespace, version: str) -> list[str]:
     """The head of the report."""
     found = machine()
     command = (
-        f"python benchmarks/policies.py --parts {' '.join(args.parts)} --rounds {args.rounds} --steps {args.steps}"
+        f"python benchmarks/policies.py --parts {' '.join(args.parts)} --mixes {' '.join(args.mixes)} --real-mixes "
+        f"{' '.join(args.real_mixes)} --rounds {args.rounds} --steps {args.steps} --seed {args.seed}"
     )
     return [
         "# Policies of a pipeline",
@@ -237,7 +238,7 @@ def run_parts(page: Page, bench: Bench, directory: Path, args: argparse.Namespac
                 if runs or "simulated" in args.parts:
                     scene = model.scene(mix, args.steps, directory, args.seed)
                     compared.append(bench.compare(scene, int(runs), pinned=False))
-        report_steps(page, "Papers' models", compared, "Measured: on emulated devices, one run.")
+        report_gains(page, "Papers' models", compared, "Measured: on emulated devices, one run.")
         report_order(page, "emulated", compared)
     if "real" in args.parts:
         compared = [
@@ -251,7 +252,7 @@ def run_parts(page: Page, bench: Bench, directory: Path, args: argparse.Namespac
             " Ranks, feeder and search share two cores, so a gain of a few percent is within the spread of the rounds, "
             "and processes that search take time from ranks, which they do not on machines with more cores."
         )
-        report_steps(page, "Two real cores", compared, note)
+        report_gains(page, "Two real cores", compared, note)
         report_order(page, "real", compared)
 
 

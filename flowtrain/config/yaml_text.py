@@ -162,8 +162,6 @@ class _Builder:
             raise YamlError(
                 f"line {line}: {_shown(node.value)} cannot be read as {kind}; write a plain value, without !!{kind}"
             ) from error
-        if isinstance(value, str):
-            _check_text(value, line)
         return value
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
@@ -177,7 +175,6 @@ class _Builder:
             if key.tag != _TAG + "str" or not isinstance(key.value, str):
                 shown = key.value if isinstance(key.value, str) else "a list or mapping"
                 raise YamlError(f"line {line}: key {shown} in {dotted(path)} must be text")
-            _check_text(key.value, line)
             if key.value in own:
                 raise YamlError(f"line {line}: key {dotted((*path, key.value))} is given twice; keep one")
             own[key.value] = self.build(value, (*path, key.value))
@@ -196,12 +193,6 @@ class _Builder:
                     found = self._merged(each, path) | found
                 return found
         raise YamlError(f"line {line}: << in {dotted(path)} must be given a mapping, or a list of mappings")
-
-
-def _check_text(text: str, line: int) -> None:
-    """Refuse what no file can hold."""
-    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise YamlError(f"line {line}: {_shown(text)} has half of a surrogate pair in it; take that out")
 
 
 def _shown(text: str) -> str:

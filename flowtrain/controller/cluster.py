@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,9 @@ POOL_WAYS_OUT = (
 _NO_CLUSTER = (ray.exceptions.AuthenticationError, ConnectionError, RuntimeError, TimeoutError, ValueError)
 """What ``ray.init`` raises when it cannot connect."""
 
+_dashboard: ContextVar[str | None] = ContextVar("dashboard", default=None)
+"""Of the cluster that an outer ``connected`` has connected to: ``mode: auto`` plans on the one that it trains on."""
+
 PROBE_TIMEOUT_S = 180.0
 """How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker, from a shared file
 system perhaps."""
@@ -50,19 +54,22 @@ system perhaps."""
 def connected(config: RunConfig) -> Iterator[str | None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local one that ends with this process.
 
-    Yields where the dashboard listens, ``host:port``; None if there is none, or if the caller has connected.
+    Yields where the dashboard listens, ``host:port``; None if there is none, or if somebody else has connected. Inside
+    another such block it takes part in that one's connection.
 
     Token authentication is left as Ray has it (on). The dashboard of a local one listens on localhost alone, only its
     owner can read its token, and its temporary directory goes with it.
     """
     if ray.is_initialized():
-        yield None
+        yield _dashboard.get()
         return
     with local_ray.quiet():
         session, dashboard = _connect(config)
+    outer = _dashboard.set(dashboard)
     try:
         yield dashboard
     finally:
+        _dashboard.reset(outer)
         with local_ray.bounded_end(session, "the end of Ray"):
             ray.shutdown()
         if session is not None:

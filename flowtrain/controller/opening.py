@@ -34,7 +34,7 @@ class PlacedRun:
     group: PlacementGroup | None
     """None: its actors reserve nothing."""
     dashboard: str | None
-    """Where Ray's dashboard listens, ``host:port``, if this run connected to Ray."""
+    """Where Ray's dashboard listens, ``host:port``; None as for ``cluster.connected``."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def note_start(run: OpenRun, stream: EventStream) -> None:
     run_spec, start = run.run_spec, run.start
     if run.dashboard is not None:
         token = local_ray.token_file(os.environ)
-        asks = f"; it asks for the token in {token}" if token is not None else ""
+        asks = f"; it asks for the token in {token}" if token is not None and token.is_file() else ""
         stream.note(f"Ray's dashboard: http://{run.dashboard}{asks}")
     if run_spec.config.has_encoder_actors:
         _note_devices(run_spec, run.specs, stream)

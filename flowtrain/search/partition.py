@@ -18,7 +18,7 @@ from flowtrain.costs.layer_costs import LayerCosts, layer_costs
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.operators import OperatorRules
-from flowtrain.costs.profile import configured_profile
+from flowtrain.costs.profile import Profile, configured_profile
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError
 from flowtrain.pipeline.actions import StageModule
@@ -99,7 +99,8 @@ def with_chosen_partition(config: RunConfig, model: ModelSpec) -> RunConfig:
     if num_stages == 1:
         return _with_counts(config, None)
     name = next(iter(model.encoders)) if config.mode == "monolithic" else ""
-    times, work = _times(config, model), _microbatch(config, model, name)
+    times = _times(config, model)
+    work = _microbatch(config, model, name, times.times.profile)
     place = pipeline.encoder_layers
     costs = layer_costs(
         times,
@@ -155,7 +156,7 @@ def _data_sheet(config: RunConfig, count: int) -> DeviceType:
         return data_sheet_device_type(_ASSUMED_DEVICE, count, dtype=config.model.dtype)
 
 
-def _microbatch(config: RunConfig, model: ModelSpec, encoder: str) -> MicrobatchWork:
+def _microbatch(config: RunConfig, model: ModelSpec, encoder: str, profile: Profile | None) -> MicrobatchWork:
     """A full microbatch, half of whose tokens are images'; no image is larger than those that a profile measured."""
     tokens, longest = config.scheduler.microbatch_tokens, config.data.max_seq_len
     lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
@@ -163,7 +164,6 @@ def _microbatch(config: RunConfig, model: ModelSpec, encoder: str) -> Microbatch
     patches: list[int] = []
     if encoder:
         every = rows * model.encoders[encoder].patches_per_row
-        profile = configured_profile(config)
         tables = profile.encoders.get(encoder, {}).values() if profile is not None else ()
         num_images = math.ceil(every / min([_IMAGE_PATCHES, *(table.num_patches[-1] for table in tables)]))
         patches = [every // num_images] * num_images if every else []

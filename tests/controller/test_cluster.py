@@ -232,9 +232,15 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     return noted
 
 
-def test_alone_a_local_cluster_starts_and_ends(config: RunConfig, calls: list[Any], tmp_path: Path) -> None:
+def test_alone_a_local_cluster_starts_and_ends(
+    config: RunConfig, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with connected(config) as dashboard:
         assert dashboard == "127.0.0.1:8265"
+        with monkeypatch.context() as inside:
+            inside.setattr(ray, "is_initialized", lambda: True)
+            with connected(config) as same:
+                assert same == dashboard
         assert calls[0]["address"] == "local" and calls[0]["dashboard_host"] == "127.0.0.1"
         assert calls[0]["namespace"] == "flowtrain-kite"
         assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
@@ -270,7 +276,6 @@ def test_a_start_that_ray_gives_up_is_said_with_what_to_look_at(
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     session = tmp_path / "ray" / f"session_2026_{os.getpid()}"
-
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(ResourceError, match=r"timed out during startup.*free memory"), connected(config):
         pass

@@ -40,9 +40,7 @@ def ended(outcome: str, reason: str | None = None, after_s: float = 50.0) -> dic
 
 def test_a_run_says_how_it_ended(directory: Path) -> None:
     done = outcome_of(read_run(directory))
-    assert (done.state, done.step, done.num_steps, done.started_s) == (State.DONE, 40, 40, START_S - 6.0), (
-        "with its start"
-    )
+    assert (done.state, done.step, done.num_steps, done.started_s) == (State.DONE, 40, 40, START_S - 6.0)
     failed = outcome_of(with_events(directory, started(), ended("failed", "a rank died")))
     assert (failed.state, failed.reason, failed.duration_s) == (State.FAILED, "a rank died", 60.0)
     assert outcome_of(with_events(directory, started(), ended("stopped"))).state is State.STOPPED

@@ -324,6 +324,10 @@ def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Pat
     page = page_of(directory, options=ReportOptions((30, 31), thumbnails=False))
     assert page.by_id("gantt-title").text == "Steps 30 to 31"
     assert "flowtrain report RUN --steps 29-32 shows" in page_of(directory).text
+    for name in ("steps-101-110", "steps-101-110-2"):  # after a resume, the same steps again
+        (window.parent / name).mkdir()
+        write_trace(window.parent / name / "trace.json", range(101, 111))
+    assert "recorded steps 29-32, 101-110: flowtrain report RUN --steps 101-110" in page_of(directory).text
     (directory / "trace.json").unlink()
     with pytest.raises(ConfigError, match="it has no whole step"):
         build_report([directory], ReportOptions((1, 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ from flowtrain.observability.report.run_sections import (
 
 MAX_RUNS = 6
 """Runs in one page: as many as there are colours."""
+_WINDOW = re.compile(r"steps-(\d+)-(\d+)")
+"""Begins the name of a window's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def _sections(run: RunData, options: ReportOptions, now: float, prefix: str, pic
         ("samples", "Generated samples", [generated_content(samples, pictures, prefix)]),
         ("speed", "Speed", [_charts(speed_charts(run), prefix)]),
         ("flow", "Flow of data", [_charts(flow_charts(run), prefix), transports_table(run)]),
-        ("timeline", "Timeline", [timeline, _windows(run)]),
+        ("timeline", "Timeline", [timeline, _windows_note(run)]),
         ("packing", "Packing and balance", [_charts(packing_charts(run), prefix), packing_table(run)]),
         ("plan", "Plan and reality", [*plan_content(run, figures), modes_table(run)]),
         ("data", "Data", [sources_table(run)]),
@@ -139,7 +142,7 @@ def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -
     if gantt is not None:
         return gantt_figure(gantt, f"{prefix}gantt")
     if options.steps is not None:
-        for window in sorted(run.files.root.glob("traces/steps-*/trace.json")):  # of flowtrain trace
+        for _, _, window in _windows(run):
             if (gantt := gantt_of(read_trace(window, notes), run.steps, first, last)) is not None:
                 return gantt_figure(gantt, f"{prefix}gantt")
         traced = sorted(step_ends(work, run.steps))
@@ -148,13 +151,18 @@ def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -
     return None
 
 
-def _windows(run: RunData) -> Markup | None:
-    """Name the windows of ``flowtrain trace``, which ``--steps`` shows."""
-    found = sorted(path.parent.name.removeprefix("steps-") for path in run.files.root.glob("traces/steps-*/trace.json"))
+def _windows(run: RunData) -> list[tuple[int, int, Path]]:
+    """Return first step, last step and file of each window of ``flowtrain trace``, in the order of steps."""
+    found = ((_WINDOW.match(path.parent.name), path) for path in run.files.windows.glob("*/trace.json"))
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
+
+
+def _windows_note(run: RunData) -> Markup | None:
+    found = list(dict.fromkeys(f"{first}-{last}" for first, last, _ in _windows(run)))
     if not found:
         return None
     command = f"flowtrain report RUN --steps {found[-1]}"
-    text = f"flowtrain trace has recorded steps {', '.join(found)}; {command} shows the last of these here."
+    text = f"flowtrain trace has recorded steps {', '.join(found)}: {command} shows the last of them."
     return element("p", text, class_="muted")
 
 

@@ -2,10 +2,11 @@
 
 python benchmarks/observability.py [--pairs N] [--steps N] [--keep FILE] [--json]
 
-A pair is two runs of `flowtrain train configs/quickstart.yaml`, in turns with either one first. On: every step is
-traced, TensorBoard follows, Ray gets its metrics, there are lines of progress, and at the end the report with its
-pictures. Off: none of that. CPU seconds are those of all processes of a run, Ray's too, from the command to the end of
-the last of them.
+A pair is two runs of `flowtrain train configs/quickstart.yaml` at the same time, each on a core of its own, and the
+next pair swaps the cores: a machine whose speed changes by 3 % from one minute to the next changes both alike. On:
+every step is traced, TensorBoard follows, Ray gets its metrics, there are lines of progress, and at the end the report
+with its pictures. Off: none of that. CPU seconds are those of all processes of a run, Ray's too, from the command to
+the end of the last of them.
 With --keep, pairs are kept in a file and a further call goes on, as long as the code and the machine stay the same.
 Ray's own dashboard runs in both, as it does by default. Needs tensorboardX (`pip install '.[tensorboard]'`).
 Exits with 1 if a run fails, if what is on has left nothing, or if two runs have different losses.
@@ -19,13 +20,16 @@ import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from math import sqrt
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, stdev
 
 from _cpu_of_run import cpu_seconds
 from _end_to_end_store import code_version
+from _pinned import stay_on
 from _report import Figure, at_most, emit, machine
 
 from flowtrain.config.load import load_config
@@ -75,7 +79,7 @@ class Kept:
     def __init__(self, file: Path | None, steps: int) -> None:
         found = machine()
         self._file = file
-        self._version = code_version(str(found["cpu"]), f"{found['cores']} cores", f"{steps} steps")
+        self._version = code_version(str(found["cpu"]), f"{found['cores']} cores", f"{steps} steps", "at once")
         lines = file.read_text().splitlines() if file is not None and file.exists() else []
         records = map(json.loads, lines)
         self.pairs = [Pair(**record["pair"]) for record in records if record["version"] == self._version]
@@ -88,16 +92,14 @@ class Kept:
                 file.write(json.dumps({"version": self._version, "pair": asdict(pair)}) + "\n")
 
 
-def run(name: str, overrides: tuple[str, ...], steps: int, directory: Path) -> Watched:
-    """Train the quickstart in a process of its own."""
+def run(name: str, overrides: tuple[str, ...], steps: int, directory: Path, core: int) -> Watched:
+    """Train the quickstart on one core. Raises RuntimeError if that fails."""
+    stay_on(core)
     values = [f"name={name}", f"runs_dir={directory}", f"training.max_steps={steps}", *overrides]
     command = [sys.executable, "-m", "flowtrain.cli.app", "train", str(QUICKSTART), *values]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.pop("RAY_ADDRESS", None)
-    try:
-        cpu_s = cpu_seconds(command, environment, ROOT, directory / f"{name}.log")
-    except RuntimeError as error:
-        sys.exit(str(error))
+    cpu_s = cpu_seconds(command, environment, ROOT, directory / f"{name}.log")
     lines = list(read_metrics(directory / name / "metrics.jsonl"))
     losses = tuple((line["loss"], line["eval_loss"]) for line in lines)
     return Watched(cpu_s, median(line["step_time_s"] for line in lines), losses)
@@ -113,13 +115,20 @@ def check_shown(root: Path) -> None:
 
 
 def measure_pair(number: int, steps: int, directory: Path) -> Pair:
-    """Run with everything on and with everything off; even pairs begin with on."""
-    overrides = {"on": (*ON, f"observability.trace.steps={steps}"), "off": OFF}
-    found = {}
-    for name in ("on", "off") if number % 2 == 0 else ("off", "on"):
-        found[name] = run(f"{name}-{number}", overrides[name], steps, directory)
-        if name == "on":
-            check_shown(directory / f"on-{number}")
+    """Run with everything on beside everything off; in odd pairs the cores are swapped."""
+    sides = {"on": (*ON, f"observability.trace.steps={steps}"), "off": OFF}
+    # Processes of their own, each of which counts what it starts.
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as both:
+        waiting = {
+            name: both.submit(run, f"{name}-{number}", overrides, steps, directory, (index + number) % 2)
+            for index, (name, overrides) in enumerate(sides.items())
+        }
+        try:
+            found = {name: future.result() for name, future in waiting.items()}
+        except RuntimeError as error:
+            sys.exit(str(error))
+    check_shown(directory / f"on-{number}")
+    for name in sides:
         shutil.rmtree(directory / f"{name}-{number}")
     on, off = found["on"], found["off"]
     if on.losses != off.losses:

@@ -9,7 +9,7 @@ from typing import Protocol
 from flowtrain.observability.diagnostics import Diagnostic
 
 REFRESH_S = 1.0
-"""Shorter than any interval of Ray's exports."""
+"""Shorter than any interval of Ray's exports: the longest time until a value is shown."""
 
 
 class SettableGauge(Protocol):
@@ -21,10 +21,11 @@ class SettableGauge(Protocol):
 
 
 class LastingGauges:
-    """Sets gauges, and sets them again every second in a thread of its own until ``close``.
+    """Sets gauges every second to the values that they have got, in a thread of its own until ``close``.
 
-    Otherwise a value that is set once, or less often than Ray exports, would be gone from Prometheus: steps of a minute
-    would leave gaps, and no alert could find a run that makes no step.
+    A value that is set once, or less often than Ray exports, would be gone from Prometheus: steps of a minute would
+    leave gaps, and no alert could find a run that makes no step. And values that come faster cost nothing: what nobody
+    will read is not set.
 
     gauges: by name.
     """
@@ -42,12 +43,18 @@ class LastingGauges:
         """Show a value from now on; None leaves the last one."""
         if value is None:
             return
-        self._gauges[name].set(value, dict(tags))
         with self._lock:
             self._values[name, frozenset(tags.items())] = value
         if self._thread is None and not self._closed.is_set():
             self._thread = threading.Thread(target=self._run, name="gauges", daemon=True)
             self._thread.start()
+
+    def show(self) -> None:
+        """Set all gauges now."""
+        with self._lock:
+            values = list(self._values.items())
+        for (name, tags), value in values:
+            self._gauges[name].set(value, dict(tags))
 
     def close(self) -> None:
         """Let the values vanish. Idempotent."""
@@ -57,10 +64,4 @@ class LastingGauges:
 
     def _run(self) -> None:
         while self._output.is_on and not self._closed.wait(self._every_s):
-            self._output.attempt(self._refresh)
-
-    def _refresh(self) -> None:
-        with self._lock:
-            values = list(self._values.items())
-        for (name, tags), value in values:
-            self._gauges[name].set(value, dict(tags))
+            self._output.attempt(self.show)

@@ -117,17 +117,21 @@ class StepMetrics:
 
     def as_record(self) -> dict[str, Any]:
         """The JSON object, ``schema`` and ``timestamp`` first."""
-        record = dataclasses.asdict(self)
-        ordered = {"schema": record.pop("schema"), "timestamp": record.pop("timestamp"), **record}
-        return {key: finite(value) for key, value in ordered.items()}
+        record = {"schema": self.schema, "timestamp": self.timestamp}
+        return record | {name: finite(getattr(self, name)) for name in _NAMES if name not in record}
+
+
+_NAMES = tuple(each.name for each in dataclasses.fields(StepMetrics))
 
 
 def finite(value: Any) -> Any:
-    """Return a value with None in the place of each number that is not finite, which JSON does not have."""
+    """Return a value as JSON has it: None for each number that is not finite, mappings for records."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
+    if isinstance(value, PoolUse):
+        return {each.name: finite(getattr(value, each.name)) for each in dataclasses.fields(value)}
     return value

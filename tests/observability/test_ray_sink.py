@@ -78,6 +78,10 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LastingGauges]]:
             super().__init__(gauges)
             found.append(self)
 
+        def set(self, name: str, value: float | None, tags: Mapping[str, str]) -> None:
+            super().set(name, value, tags)
+            self.show()  # no test waits for the thread
+
     monkeypatch.setattr(ray_sink, "LastingGauges", Noted)
     yield found
     for gauges in found:

@@ -154,12 +154,18 @@ def test_tensorboard_forgets_what_a_run_that_went_back_repeats(run: Path, make_m
 
 
 @pytest.mark.usefixtures("tensorboard")
-def test_tensorboard_waits_for_nothing_on_a_full_disk(run: Path, make_metrics: Any) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_tensorboard_waits_for_nothing_on_a_full_disk(
+    run: Path, make_metrics: Any, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr("flowtrain.observability.trackers.tensorboard.FLUSH_S", 1e9 if waits else 0.0)
     threads = set(threading.enumerate())
     tracker = TensorBoardTracker()
     tracker.on_run_start(started(run))
     with full_from(0), pytest.raises(OSError):
         tracker.on_step(StepFinished(metrics=make_metrics(1)))
+        assert waits, "a step that is written at once"
+        tracker.on_checkpoint(CHECKPOINT)
     assert set(threading.enumerate()) == threads, "nobody is left who waits for room on the disk"
 
 

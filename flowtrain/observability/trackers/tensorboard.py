@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from flowtrain.types.run_events import (
     StepFinished,
 )
 
+FLUSH_S = 5.0
+"""Steps that wait longer reach the file with the next event, all else at once; TensorBoard looks every 30 s."""
+
 
 class TensorBoardTracker(Callback):
     """Writes event files, one event for all numbers of a step.
@@ -41,6 +45,7 @@ class TensorBoardTracker(Callback):
     def __init__(self, logdir: str | None = None) -> None:
         self._logdir = logdir
         self._writer: Any = None
+        self._flushed_s = -FLUSH_S
         self._directory = Path()
 
     def on_run_start(self, event: RunStarted) -> None:
@@ -110,7 +115,9 @@ class TensorBoardTracker(Callback):
         from tensorboardX.proto.event_pb2 import Event
 
         self._writer.write_event(Event(wall_time=event.timestamp, step=event.step, summary=summary))
-        self._writer.flush()
+        if not isinstance(event, StepFinished) or time.monotonic() - self._flushed_s >= FLUSH_S:  # it syncs the disk
+            self._writer.flush()
+            self._flushed_s = time.monotonic()
 
 
 def _shown(sample: GeneratedSample) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.25
 """Of a process that its own parent has waited for, at most the time since the last look is missed."""
 END_LIMIT_S = 60.0
+COMMAND, OTHERS = "command", "others"
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
@@ -25,20 +27,26 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self._ticks: dict[tuple[int, str], int] = {}  # by process id and start
+        self._roles: dict[tuple[int, str], str] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cpu", daemon=True)
         self._thread.start()
 
-    @property
-    def seconds(self) -> float:
-        """User and system time of all processes so far."""
-        return sum(self._ticks.values()) / TICKS_PER_S
+    def seconds_by_role(self, command: int) -> dict[str, float]:
+        """User and system time so far of a process by its number, of Ray's actors by their class, and of all others."""
+        found: dict[str, float] = defaultdict(float)
+        for process, ticks in self._ticks.items():
+            role = COMMAND if process[0] == command else self._roles.get(process, OTHERS)
+            found[role] += ticks / TICKS_PER_S
+        return dict(found)
 
     def look(self) -> set[int]:
         """Look once more; returns the processes that live."""
         living = set()
         for pid, values in _beneath_this().items():
             self._ticks[pid, values[19]] = int(values[11]) + int(values[12])
+            if (role := _actor_class(pid)) is not None:
+                self._roles[pid, values[19]] = role
             if values[0] != "Z":
                 living.add(pid)
         return living
@@ -53,8 +61,8 @@ class CpuMeter:
             self.look()
 
 
-def cpu_seconds(command: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> float:
-    """Run a command to the end of all its processes, and return their processor seconds.
+def cpu_seconds(command: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> dict[str, float]:
+    """Run a command to the end of all its processes, and return their processor seconds by role, as of ``CpuMeter``.
 
     Raises RuntimeError, with the end of what it said, if it fails or leaves processes.
     """
@@ -83,7 +91,16 @@ def cpu_seconds(command: Sequence[str], environment: Mapping[str, str], director
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    return meter.seconds
+    return meter.seconds_by_role(process.pid)
+
+
+def _actor_class(pid: int) -> str | None:
+    """Return which of Ray's actors a process is, if it is one; a worker gets its name when it becomes an actor."""
+    try:
+        match = re.match(rb"ray::(\w+)", Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:  # it has ended
+        return None
+    return None if match is None else match[1].decode()
 
 
 def _end_of(log: Path) -> str:

@@ -20,12 +20,13 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from math import sqrt
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median, stdev
+from statistics import fmean, median, stdev
 
 from _cpu_of_run import cpu_seconds
 from _end_to_end_store import code_version
@@ -56,21 +57,26 @@ OFF = (
 
 @dataclass(frozen=True)
 class Watched:
-    """A run: its CPU seconds, its median step time in seconds, and the losses of its steps."""
+    """A run: its CPU seconds by role, its median step time in seconds, and the losses of its steps."""
 
-    cpu_s: float
+    cpu_s: dict[str, float]
     step_s: float
     losses: tuple[tuple[float, float | None], ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What counts of two runs, in seconds."""
+    """What counts of two runs, in seconds; CPU seconds are by role."""
 
-    on_cpu_s: float
-    off_cpu_s: float
+    on_cpu_s: dict[str, float]
+    off_cpu_s: dict[str, float]
     on_step_s: float
     off_step_s: float
+
+    @property
+    def cost(self) -> float:
+        """CPU seconds on over those off, minus 1."""
+        return _cost(sum(self.on_cpu_s.values()), sum(self.off_cpu_s.values()))
 
 
 class Kept:
@@ -133,9 +139,20 @@ def measure_pair(number: int, steps: int, directory: Path) -> Pair:
     on, off = found["on"], found["off"]
     if on.losses != off.losses:
         sys.exit(f"pair {number}: the losses with everything on are other ones than with everything off")
-    text = f"pair {number}: {on.cpu_s:.1f} and {off.cpu_s:.1f} CPU seconds, {_cost(on.cpu_s, off.cpu_s):+.2%}"
-    print(text, file=sys.stderr, flush=True)
-    return Pair(on.cpu_s, off.cpu_s, on.step_s, off.step_s)
+    pair = Pair(on.cpu_s, off.cpu_s, on.step_s, off.step_s)
+    sums = sum(on.cpu_s.values()), sum(off.cpu_s.values())
+    print(f"pair {number}: {sums[0]:.1f} and {sums[1]:.1f} CPU seconds, {pair.cost:+.2%}", file=sys.stderr, flush=True)
+    return pair
+
+
+def by_role(pairs: list[Pair]) -> Iterator[Figure]:
+    """Yield what watching costs each kind of process."""
+    for role in sorted({role for pair in pairs for role in pair.on_cpu_s}):
+        more = [pair.on_cpu_s.get(role, 0.0) - pair.off_cpu_s.get(role, 0.0) for pair in pairs]
+        off = median(pair.off_cpu_s.get(role, 0.0) for pair in pairs)
+        error = stdev(more) / sqrt(len(more)) if len(more) > 1 else 0.0
+        note = f"on - off, mean; off {off:.1f}; standard error {error:.2f}"
+        yield Figure(f"cpu_more.{role}", fmean(more), "CPU s", note=note)
 
 
 def _cost(on: float, off: float) -> float:
@@ -161,13 +178,14 @@ def main() -> None:
         for number in range(len(kept.pairs), args.pairs):
             kept.add(measure_pair(number, steps, Path(directory)))
     pairs = kept.pairs
-    costs = [_cost(pair.on_cpu_s, pair.off_cpu_s) for pair in pairs]
+    costs = [pair.cost for pair in pairs]
     delays = [_cost(pair.on_step_s, pair.off_step_s) for pair in pairs]
     load = f"{steps} steps, load average {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
     figures = [
         at_most("cpu_cost", median(costs), "1", TARGET, f"on / off - 1; {_spread(costs)}"),
-        Figure("cpu_on", median(pair.on_cpu_s for pair in pairs), "CPU s", note=f"all processes of a run; {load}"),
-        Figure("cpu_off", median(pair.off_cpu_s for pair in pairs), "CPU s"),
+        Figure("cpu_on", median(sum(pair.on_cpu_s.values()) for pair in pairs), "CPU s", note=f"all processes; {load}"),
+        Figure("cpu_off", median(sum(pair.off_cpu_s.values()) for pair in pairs), "CPU s"),
+        *by_role(pairs),
         Figure("step_time_cost", median(delays), "1", note=f"of the median step, on / off - 1; {_spread(delays)}"),
     ]
     emit("observability", figures, args.json)

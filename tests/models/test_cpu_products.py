@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -81,9 +81,47 @@ def test_attention_in_blocks_is_torchs(
     assert kernel.num_calls == 2 * heads * 3 * 2, "three blocks of two products"
 
 
-def test_only_long_rows_without_gradients_are_attended_in_blocks(kernel: Kernel) -> None:
+ZEN_4 = {"vendor_id": "AuthenticAMD", "cpu family": "25", "flags": "avx512f avx512_bf16"}
+ZEN_5 = ZEN_4 | {"cpu family": "26"}
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
+    def be(found: dict[str, str]) -> None:
+        cpu_products._types_in_blocks.cache_clear()
+        monkeypatch.setattr(cpu_products, "_processor", lambda: found)
+
+    yield be
+    cpu_products._types_in_blocks.cache_clear()
+
+
+def test_only_long_rows_without_gradients_are_attended_in_blocks(
+    kernel: Kernel, processor: Callable[[dict[str, str]], None]
+) -> None:
+    processor(ZEN_5)
     long, short = torch.empty(1, 2, 1024, 16), torch.empty(1, 2, 1023, 16)
     assert not attends_in_blocks(long), "gradients are on"
     with torch.inference_mode():
         assert attends_in_blocks(long) and attends_in_blocks(long.bfloat16()) and not attends_in_blocks(short)
-        assert not attends_in_blocks(long.to("meta"))
+        assert not attends_in_blocks(long.half()) and not attends_in_blocks(long.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("found", "types"),
+    [
+        (ZEN_5, {torch.float32, torch.bfloat16}),
+        (ZEN_4, {torch.bfloat16}),
+        (ZEN_4 | {"flags": "avx512f"}, set()),
+        (ZEN_5 | {"vendor_id": "GenuineIntel"}, set()),
+        ({}, set()),
+    ],
+)
+def test_blocks_pay_on_some_processors(
+    found: dict[str, str], types: set[torch.dtype], kernel: Kernel, processor: Callable[[dict[str, str]], None]
+) -> None:
+    processor(found)
+    assert cpu_products._types_in_blocks() == types
+
+
+def test_this_processor_is_read() -> None:
+    assert "processor" in cpu_products._processor()

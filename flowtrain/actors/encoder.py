@@ -55,8 +55,6 @@ class Work:
     lease: Lease
     hold: Hold
     """Promise of the DRAM that the needed parts take."""
-    leased_s: float
-    """When it was leased, on the monotonic clock."""
     pixels: dict[int, PixelValues]
     """Pixel values of each position's images, in the batch's order."""
     rejections: tuple[Rejection, ...]
@@ -79,7 +77,6 @@ class Encoder:
         self._spans = SpanLog(name)
         self._windows = Windows(name)
         self._forwarding, self._leasing = Diary(), Diary()  # of its threads
-        self._blocked_s = 0.0
         self._stopping = threading.Event()
         # One batch is decoded while one is forwarded. More would wait here while another encoder could take them.
         self._ahead = threading.Semaphore(1)
@@ -161,15 +158,12 @@ class Encoder:
 
     def _decoded(self, ready: queue.Queue[Work | BaseException | None]) -> Iterator[Work]:
         while True:
-            started = time.monotonic()
             self._forwarding.begin("a wait for a batch", may_last=True)
             item = ready.get()
             if isinstance(item, BaseException):
                 raise item
             if item is None:
                 return
-            # Idle until there was a lease; the rest of the wait is decoding.
-            self._blocked_s += max(0.0, item.leased_s - started)
             self._ahead.release()
             yield item
 
@@ -226,7 +220,7 @@ class Encoder:
         self._stopping.wait(RETRY_S)
 
     def _decode(self, lease: Lease, hold: Hold, data: Sequence[np.ndarray], decoders: ThreadPoolExecutor) -> Work:
-        started = leased_s = time.monotonic()
+        started = time.monotonic()
         self._leasing.begin(f"the decoding of {_text_of(lease)}")
         pixels: dict[int, PixelValues] = {}
         rejections = []
@@ -237,7 +231,7 @@ class Encoder:
             else:
                 pixels[ref.position] = outcome
         self._spans.add("decode", started, time.monotonic(), samples=len(lease.refs))
-        return Work(lease, hold, leased_s, pixels, tuple(rejections))
+        return Work(lease, hold, pixels, tuple(rejections))
 
     def _load(self, ref: SampleRef, images: ImageBytes, data: np.ndarray) -> PixelValues | Rejection:
         encoded = [image.data for image in np.split(data, np.cumsum(images.nbytes)[:-1])]
@@ -291,12 +285,10 @@ class Encoder:
             return room.commit()
 
     def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], work: Work) -> None:
-        blocked_s, self._blocked_s = self._blocked_s, 0.0
         report = EncoderReport(
             tuple(ready),
             work.rejections,
             member.pool.stats(),
-            blocked_s,
             self._spans.take(),
             read_by_transport=member.pool.take_read_nbytes(),
             lease_id=work.lease.lease_id,

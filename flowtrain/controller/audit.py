@@ -157,7 +157,10 @@ class AuditTrail:
     def skip(self, done: UnitDone) -> None:
         """List the samples of a training step that made no update."""
         reason = "spike" if done.reports[0].is_spike else "not finite"
-        losses = {each.position: each.loss for report in done.reports for each in report.sample_losses}
+        # Means over tokens: sums would single out the longest answer.
+        losses = {
+            each.position: each.loss / max(each.weight, 1) for report in done.reports for each in report.sample_losses
+        }
         samples = [
             {
                 "step": row.step,

@@ -122,6 +122,7 @@ class Flow:
             self.trace.lost(owner, for_good)
         self.members.withdraw(owner)
         self.log.forget(owner, self.members.name_of(owner))
+        self._note_idle(owner)
         self._grown.discard(owner)
         self._outdated.discard(owner)
         self.parts.owner_lost(owner, for_good)
@@ -195,10 +196,14 @@ class Flow:
 
     def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
         """Take in what an encoder finished. Returns the extents of parts whose lease it no longer holds, to free."""
+        refused = self._take_in(owner, report)
+        self._note_idle(owner)
+        return refused
+
+    def _take_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
         if self.members.is_living(owner):
             self.log.stats(owner, report.stats)
             self.trace.occupied(owner)
-        self.log.blocked(report.blocked_s)
         self.log.read(report.read_by_transport)
         self.trace.record(report.spans)
         if self.parts.leases.is_earlier(report.lease_id):
@@ -233,6 +238,15 @@ class Flow:
         free_nbytes: room in its segment when it asked.
         is_fresh: it asked just now. Otherwise nothing is evicted by that old number; the encoder asks again instead.
         """
+        order = self._lease_order(owner, encoder, free_nbytes, is_fresh)
+        self._note_idle(owner, is_told_to_stop=order is not None and order.stop)
+        return order
+
+    def _note_idle(self, owner: int, is_told_to_stop: bool = False) -> None:
+        is_idle = not is_told_to_stop and self.members.is_living(owner) and self.parts.leases.is_idle(owner)
+        self.log.idle.note(owner, is_idle, self.log.now_s)
+
+    def _lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool) -> LeaseOrder | None:
         parts = self.parts
         if self.steps.are_over:
             return LeaseOrder(None, parts.holdings.take_released(owner), stop=True)

@@ -128,6 +128,10 @@ class Leases:
         self._leases_of[owner].add(lease_id)
         return lease
 
+    def is_idle(self, owner: int) -> bool:
+        """Whether an owner holds no lease."""
+        return not self._leases_of.get(owner)
+
     def is_granted(self, encoder: str) -> bool:
         """Whether any owner holds a lease of this encoder's batches."""
         return any(record.lease.batch.encoder == encoder for record in self._leases.values())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+from flowtrain.flow.idle import IdleTime
 from flowtrain.flow.steps import PlannedUnit
 from flowtrain.flow.stragglers import StragglerWatch
 from flowtrain.scheduler.refit import CostRefitter
@@ -57,7 +58,9 @@ class EventLog:
         self._reports: dict[int, list[RankReport]] = {}
         self.segments: dict[int, PoolStats] = {}
         """The last reported occupancy of each living process's DRAM segment."""
-        self._blocked_s = 0.0
+        self.idle = IdleTime()
+        """Of encoders; it has no part in an earlier flow's, whose leases are gone."""
+        self._last_finished_s: float | None = None
         self._read_by_transport: Counter[str] = Counter()
         self._num_retries = 0
         self._produced_mark = 0
@@ -129,10 +132,6 @@ class EventLog:
     def encoded(self, name: str, seconds: float, num_patches: int) -> None:
         """Note that an encoder has produced what it leased. seconds: since the lease."""
         self._encoders.add(name, seconds, max(1, num_patches))
-
-    def blocked(self, seconds: float) -> None:
-        """Add seconds in which an encoder had nothing to encode."""
-        self._blocked_s += seconds
 
     def read(self, by_transport: Mapping[str, int]) -> None:
         """Add bytes that a process read from the pool."""
@@ -209,7 +208,7 @@ class EventLog:
                 packing_fill=packing_fill(plan),
                 dp_imbalance=imbalance(plan),
                 flops=planned.flops.sum(without={row.position for row in rows if row.state == "rejected"}),
-                blocked_s=self._blocked_s,
+                blocked_s=self._blocked_in(reports),
                 produced_samples=num_produced - self._produced_mark,
                 num_rejected=self._num_rejected,
                 pool_dram_nbytes=sum(use.used_nbytes for use in segments if use.tier is Tier.DRAM),
@@ -228,9 +227,16 @@ class EventLog:
         self._tell(*self._refitter.take(plan, reports))
         self._compare(plan, reports)
         self._produced_mark = num_produced
-        self._blocked_s = 0.0
         self._read_by_transport.clear()
         self._num_retries = 0
+
+    def _blocked_in(self, reports: Sequence[RankReport]) -> float:
+        """Idle seconds of encoders within a unit, which lasts from the end of the one before as in the step's time."""
+        finished_s = max(each.finished_s for each in reports)
+        started_s, self._last_finished_s = self._last_finished_s, finished_s
+        if started_s is None:
+            started_s = min(each.started_s for each in reports)
+        return self.idle.take(started_s, finished_s)
 
     def _compare(self, plan: StepPlan, reports: Sequence[RankReport]) -> None:
         """Look for stragglers. With collectives inside a microbatch, replicas wait for the slow one and look alike."""

@@ -44,9 +44,8 @@ class ProgressState:
 
     @property
     def blocked_share(self) -> float:
-        """Share of the step that an encoder waited for the backbone, mean over encoders, 0 to 1."""
-        # A wait is counted when it ends, so a wait that began before the step may be longer than the step.
-        return min(1.0, _share(self.metrics.blocked_s, self.metrics.step_time_s * self.num_encoders))
+        """Share of the step that an encoder had nothing to encode, mean over encoders, 0 to 1."""
+        return _share(self.metrics.blocked_s, self.metrics.step_time_s * self.num_encoders)
 
     @property
     def pool_share(self) -> float:

@@ -7,7 +7,8 @@ from typing import Any
 
 from flowtrain.observability.metrics import StepLines
 
-SKIPPED_SCHEMA = 1
+SKIPPED_SCHEMA = 2
+"""Of a line. In lines of schema 1 ``loss`` is a sum over target tokens."""
 
 
 class SkippedWriter(StepLines):

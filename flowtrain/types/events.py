@@ -60,7 +60,7 @@ class UnitDone:
     flops: Flops
     """Of the samples that ran; samples rejected after planning do not count."""
     blocked_s: float
-    """Seconds that encoders waited for the backbone since the last unit's end, summed over encoders."""
+    """Seconds of the unit in which encoders held no lease, summed over encoders; a wait is split where units end."""
     produced_samples: int
     """Samples whose parts all became READY since the last unit's end."""
     num_rejected: int

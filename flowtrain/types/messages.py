@@ -286,8 +286,6 @@ class EncoderReport:
     """Samples of the batch that cannot be used."""
     stats: PoolStats | None = None
     """Occupancy of its DRAM segment; None: no new values."""
-    blocked_s: float = 0.0
-    """Seconds since its last report that it waited for a lease."""
     spans: tuple[Span, ...] = ()
     """New spans for the trace."""
     returned: int | None = None

@@ -45,7 +45,7 @@ class StepMetrics:
     num_target_tokens: int
     """Tokens that carry loss."""
     step_time_s: float
-    """Wall time since the step before."""
+    """Wall time since the step, evaluation or restart before it ended."""
     tokens_per_s: float
     tokens_per_s_per_device: float
     mfu: float | None
@@ -57,7 +57,7 @@ class StepMetrics:
     starved_s: float
     """Time that the backbone waited for data: mean over replicas of each replica's slowest rank."""
     blocked_s: float
-    """Time that encoders waited for pool memory, sum over encoders."""
+    """Time of the step in which encoders held no lease, sum over encoders."""
     fetch_s: float
     """Time to read the step from the pool: mean over replicas of each replica's slowest rank."""
     read_nbytes: int

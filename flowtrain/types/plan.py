@@ -341,10 +341,19 @@ class StepPlan:
     def digest(self) -> str:
         """Return a hash of the whole plan in 16 hexadecimal digits; equal plans have equal hashes on every machine.
 
-        Without carried schedules it does not depend on that field, which older plans lack.
+        It does not depend on evaluations before a step, which change the numbers of units. Without carried schedules it
+        does not depend on that field, which older plans lack.
         """
-        text = repr(self) + (repr(self.schedules) if self.schedules else "")
+        text = repr(self._without_evaluations()) + (repr(self.schedules) if self.schedules else "")
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _without_evaluations(self) -> StepPlan:
+        """A step's plan with the unit's number that it would have if nothing were evaluated."""
+        index = self.unit.step - 1 if self.unit.kind is UnitKind.TRAIN else self.unit.index
+        if index == self.unit.index:
+            return self
+        batches = tuple([replace(batch, unit=index) for batch in self.encode_batches])
+        return replace(self, unit=replace(self.unit, index=index), encode_batches=batches)
 
     def _bounds(self, slot: int, dp_rank: int) -> tuple[int, int]:
         assert 0 <= slot < self.num_slots and 0 <= dp_rank < self.dp_size, (slot, dp_rank)

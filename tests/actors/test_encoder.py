@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from flowtrain.actors import encoder as encoder_module
-from flowtrain.actors.encoder import Encoder, Work
+from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.flow import PoolConfig
 from flowtrain.config.load import override_config
@@ -261,19 +260,6 @@ def test_a_lease_that_does_not_fit_names_the_key(config: RunConfig, monkeypatch:
     world = World(small, monkeypatch)
     with pytest.raises(OutOfPoolMemory, match=r"encoders\.vision\.segment_nbytes"):
         world.run(lease(1, list(range(257))))
-
-
-def test_only_waiting_for_a_lease_counts_as_blocked(world: World) -> None:
-    order = lease(1, [3])
-    assert order.lease is not None
-    ready: queue.Queue[Any] = queue.Queue()
-    now = time.monotonic()
-    for leased_s in (now - 100.0, now + 50.0):
-        ready.put(Work(order.lease, None, leased_s, {}, ()))  # type: ignore[arg-type]  # nothing is held
-    ready.put(None)
-    before, *_ = (world.encoder._blocked_s for _ in world.encoder._decoded(ready))
-    assert before == 0.0, "it was leased long ago and decoded since"
-    assert 40.0 < world.encoder._blocked_s <= 50.0
 
 
 @pytest.mark.parametrize("scattered", [False, True])

@@ -424,7 +424,7 @@ def test_the_samples_of_a_step_without_an_update_are_listed_until_a_resume_does_
         event = done(train_unit(step))
         return replace(event, reports=tuple([replace(each, **changes) for each in event.reports]))
 
-    losses = (SampleLoss(BATCH, 2.5, 1), SampleLoss(BATCH + 1, float("nan"), 1))
+    losses = (SampleLoss(BATCH, 10.0, 4), SampleLoss(BATCH + 1, float("nan"), 1))
     recorder = world.record(
         with_reports(1),
         with_reports(2, loss=float("nan"), sample_losses=losses),

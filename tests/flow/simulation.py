@@ -369,7 +369,6 @@ class SimulatedEncoder(Owner):
             ready,
             tuple(rejection_of(position) for position in sorted(bad)),
             self.stats,
-            blocked_s=0.5,
             lease_id=lease.lease_id,
         )
 

@@ -98,6 +98,16 @@ def test_a_digest_tells_plans_apart() -> None:
     assert plan.digest() != make_planner(dp_size=4).plan(make_unit(8), samples).digest()
 
 
+def test_evaluations_before_a_step_do_not_change_its_digest() -> None:
+    samples = [make_sample(position, 9 + position, patches=4) for position in range(8)]
+    unit = make_unit(8)
+    plan, later = (make_planner().plan(replace(unit, index=index), samples) for index in (unit.index, unit.index + 2))
+    assert plan.encode_batches and plan.digest() == later.digest()
+    assert plan.digest() != make_planner().plan(replace(unit, step=unit.step + 1), samples).digest()
+    rounds = [make_planner().plan(replace(unit, kind=UnitKind.EVAL, index=index), samples) for index in (5, 6)]
+    assert rounds[0].digest() != rounds[1].digest(), "of one set, after one step"
+
+
 def test_a_replica_gets_only_its_own_lists() -> None:
     plan = make_planner().plan(make_unit(8), [make_sample(position, 9 + position) for position in range(8)])
     lists = tuple(((f"F s0 m{rank}", f"B s0 m{rank}"),) for rank in range(2))

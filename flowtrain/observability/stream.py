@@ -29,6 +29,7 @@ class EventStream:
     def __init__(self, first_step: int = 0) -> None:
         self.step = first_step
         """The last step of which an event has told."""
+        self._first_step = first_step
         self.off: list[str] = []
         """Which trackers are off, since which step and why; complete after ``close``."""
         self._sinks: list[Take] = []
@@ -75,7 +76,8 @@ class EventStream:
         why = tracker.take_problem()
         if why is None:
             return None
-        self.off.append(f"{tracker.name} was off from step {self.step} on: {why}")
+        step = self._first_step if tracker.step is None else tracker.step
+        self.off.append(f"{tracker.name} was off from step {step} on: {why}")
         return f"tracker {tracker.name} is off from now on, training goes on: {why}"
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ class Tracker:
 
     def __init__(self, name: str, make: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
+        self.step: int | None = None
+        """Of the last event that it got; None: it got none."""
         self._make = make
         self._clock = clock
         self._events: queue.Queue[RunEvent | None] = queue.Queue(MAX_WAITING)
@@ -95,7 +97,7 @@ class Tracker:
             callback = self._make()
             self._called_s = None
             while (event := self._events.get()) is not None and not self._is_off:
-                self._called_s = self._clock()
+                self._called_s, self.step = self._clock(), event.step
                 deliver(callback, event)
                 self._called_s = None
         except BaseException as error:  # whatever it is, training is worth more

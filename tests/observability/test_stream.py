@@ -268,6 +268,26 @@ def test_a_tracker_that_raises_tells_where_and_its_traceback_is_logged(
     assert off.startswith("mine was off from step 3 on: ValueError: no such project (")
 
 
+def test_a_tracker_is_off_from_the_last_step_that_it_got(world: World, make_metrics: Any) -> None:
+    def refuse() -> object:
+        raise SystemExit("no key")
+
+    world.stream = EventStream(first_step=5)
+    hanging = Hanging(world.release)
+    world.track(hanging)
+    world.track(None, refuse)
+    world.stream.emit(started())
+    world.stream.emit(step(make_metrics, 6))
+    assert hanging.entered.wait(LIMIT_S)
+    world.now_s = tracker_module.MAX_CALL_S + 1.0
+    world.stream.emit(step(make_metrics, 9))
+    world.stream.close()
+    assert sorted(text.partition(":")[0] for text in world.stream.off) == [
+        "mine was off from step 5 on",
+        "mine was off from step 6 on",
+    ]
+
+
 def test_the_place_of_an_error_does_not_tell_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path(__file__).parent))
     try:

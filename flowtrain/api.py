@@ -16,8 +16,10 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
 from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
+from flowtrain.observability.callback import check_callbacks
 from flowtrain.observability.run_dir import RunDir, check_run_dir, find_run
 from flowtrain.observability.trace_request import TraceAnswer, TraceWindow, request_trace
+from flowtrain.observability.trackers.registry import check_tracker_classes
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
@@ -96,8 +98,10 @@ def train(
 
     Raises ConfigError before anything starts, other FlowTrainErrors later.
     """
+    given = check_callbacks(callbacks)
     start = start_of(config, overrides, resume, plan, devices)
     check_run_dir(start.config, resume)
+    check_tracker_classes(start.config)
     # Ray and torch are imported only once the configuration is known to be good.
     with loading(start.config):
         from flowtrain.controller.auto_mode import planned_on_cluster
@@ -106,12 +110,12 @@ def train(
 
     with report_at_end(start.config) as ending:
         if not start.is_open:
-            return run_training(start.config, resume, plan=start.plan, callbacks=callbacks)
+            return run_training(start.config, resume, plan=start.plan, callbacks=given)
         with planned_on_cluster(start.config, devices) as report:
             decided = start.decided(report.plan)
             planned(report)
             ending.planning = report.as_record()
-            summary = run_training(decided, resume, plan=report.plan, callbacks=callbacks)
+            summary = run_training(decided, resume, plan=report.plan, callbacks=given)
             return replace(summary, planned_tokens_per_s=report.tokens_per_s)
 
 
@@ -126,10 +130,12 @@ def dry_run(
     """Return what ``train`` with the same arguments would do: actors, steps, data sizes, memory, resume point.
 
     Starts nothing, changes nothing and needs no cluster: with ``mode: auto`` the plan is for this machine's devices, or
-    for ``devices`` of them. Raises the ConfigError or DataError that ``train`` would.
+    for ``devices`` of them. It imports the classes of ``observability.trackers``, as ``train`` does. Raises the
+    ConfigError or DataError that ``train`` would.
     """
     start = start_of(config, overrides, resume, plan, devices)
     check_run_dir(start.config, resume)
+    check_tracker_classes(start.config)
     from flowtrain.controller.dry_run import foresee_run
 
     if not start.is_open:

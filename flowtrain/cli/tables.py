@@ -144,6 +144,8 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("emulated", summary.emulated)
     if summary.host_warning is not None:
         table.add_row("warning", summary.host_warning)
+    for each in summary.trackers_off:
+        table.add_row("tracker", Text(each))
     planned, measured = summary.planned_tokens_per_s, summary.tokens_per_s
     if planned is not None and measured is not None:
         table.add_row("rate", f"planned {planned:,.0f} tokens/s, measured {measured:,.0f}")

@@ -41,6 +41,8 @@ _EXPECTED = {
     "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
+_LISTS_OF_NAMES = frozenset({"model.freeze", "observability.trackers"})
+"""A name alone is most likely the list's only entry."""
 _NEEDS_ITEMS = {"too_short": "at least {min_length}", "too_long": "at most {max_length}"}
 
 
@@ -128,6 +130,8 @@ def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Pa
     if kind not in _EXPECTED:
         return FaultCode.VALUE, path, f"{key} = {show_value(value)}: {details['msg']}"
     text = f"{key} = {show_value(value)}: must be {_EXPECTED[kind].format(**context)}"
+    if key in _LISTS_OF_NAMES and isinstance(value, str):
+        text += f", such as [{value}]"
     return FaultCode.VALUE, path, text + _nearest_value(kind, value, context)
 
 

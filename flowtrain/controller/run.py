@@ -73,10 +73,10 @@ def run_training(
         history = History(run, recorder, costs, committer)
         controller = Controller(run, history, traces, stream, display, stop)
         stopped = controller.run(classes or actor_classes(config))
-    return _summary(run, history, stopped, started)
+    return _summary(run, history, stopped, started, stream.off)
 
 
-def _summary(run: OpenRun, history: History, stopped: bool, started: float) -> RunSummary:
+def _summary(run: OpenRun, history: History, stopped: bool, started: float, trackers_off: Sequence[str]) -> RunSummary:
     recorder, last, num_steps = history.recorder, history.recorder.last, run.run_spec.num_steps
     step = last.step if last else history.start.step
     return RunSummary(
@@ -94,6 +94,7 @@ def _summary(run: OpenRun, history: History, stopped: bool, started: float) -> R
         emulated=emulation_note(run.run_spec.config),
         host_warning=host_warning(recorder.rates.host_share),
         tokens_per_s=recorder.rates.tokens_per_s,
+        trackers_off=tuple(trackers_off),
     )
 
 

@@ -24,7 +24,7 @@ class RunSummary:
     fitted to this run's microbatches, None if too few were measured. num_skipped: steps that made no update, since they
     were not finite. emulated: what was emulated, in words; None if devices were real. host_warning: why its rates say
     little; None if they do not. tokens_per_s: without the first step of this start. planned_tokens_per_s: by the plan
-    that ``mode: auto`` made.
+    that ``mode: auto`` made. trackers_off: each tracker that was switched off, in words.
     """
 
     directory: Path
@@ -42,6 +42,7 @@ class RunSummary:
     host_warning: str | None = None
     tokens_per_s: float | None = None
     planned_tokens_per_s: float | None = None
+    trackers_off: tuple[str, ...] = ()
 
 
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:

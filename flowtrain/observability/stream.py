@@ -29,6 +29,9 @@ class EventStream:
     def __init__(self, first_step: int = 0) -> None:
         self.step = first_step
         """The last step of which an event has told."""
+        self._first_step = first_step
+        self.off: list[str] = []
+        """Which trackers are off, since which step and why; complete after ``close``."""
         self._sinks: list[Take] = []
         self._trackers: list[Tracker] = []
 
@@ -55,7 +58,7 @@ class EventStream:
         for tracker in self._trackers:
             tracker.put(event)
         for tracker in self._trackers:
-            if (problem := tracker.take_problem()) is not None:
+            if (problem := self._take_problem(tracker)) is not None:
                 self.warn(problem)
 
     def note(self, text: str) -> None:
@@ -69,6 +72,14 @@ class EventStream:
     def _say(self, level: Level, text: str) -> None:
         self.emit(Noted(step=self.step, level=level, text=text))
 
+    def _take_problem(self, tracker: Tracker) -> str | None:
+        why = tracker.take_problem()
+        if why is None:
+            return None
+        step = self._first_step if tracker.step is None else tracker.step
+        self.off.append(f"{tracker.name} was off from step {step} on: {why}")
+        return f"tracker {tracker.name} is off from now on, training goes on: {why}"
+
     def close(self) -> None:
         """Wait a while for the trackers, after the last event. Idempotent."""
         trackers, self._trackers = self._trackers, []
@@ -77,5 +88,5 @@ class EventStream:
             tracker.end()
         for tracker in trackers:
             tracker.join(deadline_s)
-            if (problem := tracker.take_problem()) is not None:
+            if (problem := self._take_problem(tracker)) is not None:
                 logger.warning("%s", problem)

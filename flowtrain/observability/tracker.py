@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 from flowtrain.observability.callback import deliver
 from flowtrain.types.run_events import RunEnded, RunEvent, RunStarted
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
 """Events that may wait for a tracker."""
@@ -25,7 +30,9 @@ class Tracker:
     """
 
     def __init__(self, name: str, make: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._name = name
+        self.name = name
+        self.step: int | None = None
+        """Of the last event that it got; None: it got none."""
         self._make = make
         self._clock = clock
         self._events: queue.Queue[RunEvent | None] = queue.Queue(MAX_WAITING)
@@ -90,20 +97,34 @@ class Tracker:
             callback = self._make()
             self._called_s = None
             while (event := self._events.get()) is not None and not self._is_off:
-                self._called_s = self._clock()
+                self._called_s, self.step = self._clock(), event.step
                 deliver(callback, event)
                 self._called_s = None
         except BaseException as error:  # whatever it is, training is worth more
-            self._switch_off(f"{type(error).__name__}: {error}")
+            if not self._is_off:
+                logger.warning("tracker %s failed with", self.name, exc_info=error)
+            self._switch_off(described(error))
 
     def _switch_off(self, why: str) -> None:
         with self._lock:
             if self._is_off:
                 return
             self._is_off = True
-            self._problem = f"tracker {self._name} is off from now on, training goes on: {why}"
+            self._problem = why
         with suppress(queue.Empty):
             while True:
                 self._events.get_nowait()
         with suppress(queue.Full):
             self._events.put_nowait(None)  # the thread may wait for an event
+
+
+def described(error: BaseException) -> str:
+    """Return an error's class and text, and the place in a file where it was raised."""
+    text = f"{type(error).__name__}: {error}"
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
+    if isinstance(error, SyntaxError) or not frames:  # a SyntaxError's text has its place
+        return text
+    last, home = frames[-1], os.path.expanduser("~/")
+    # Warnings go to the run's files and to other trackers, which see no home directory.
+    file = f"~/{last.filename.removeprefix(home)}" if last.filename.startswith(home) else last.filename
+    return f"{text} ({file}:{last.lineno}, in {last.name})"

@@ -31,6 +31,12 @@ def test_rates_that_are_the_hosts_are_said() -> None:
     assert "warning" not in shown()
 
 
+def test_trackers_that_were_off_are_said() -> None:
+    text = "boards:Board was off from step 3 on: ValueError: [board] is down (boards.py:7, in on_step)"
+    assert f"tracker {text}" in shown(trackers_off=(text,))
+    assert "tracker" not in shown()
+
+
 def test_the_report_is_named_if_it_was_written(tmp_path: Path) -> None:
     assert "report.html" not in shown(directory=tmp_path)
     (tmp_path / "report.html").touch()

@@ -43,6 +43,10 @@ def refusal(path: Path, *overrides: str) -> str:
         ("training.betas=[0.9, .nan]", "training.betas.1 = nan: must be a finite number"),
         ("limits.stall_timeout_s=.inf", "limits.stall_timeout_s = inf: must be a finite number"),
         ("training.betas=0.9", "training.betas = 0.9: must be a list"),
+        (
+            "observability.trackers=tensorboard",
+            "observability.trackers = 'tensorboard': must be a list, such as [tensorboard]",
+        ),
         ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be 'blocks', 'rows' or 'none'"),
         (
             "backbone.activation_checkpointing=sometimes",

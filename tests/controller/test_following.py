@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import flowtrain
+from flowtrain.config.load import load_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.following import following, run_started, telling_the_end
+from flowtrain.controller.prepare import prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.controller.state import Role
@@ -174,6 +176,27 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(tmp_p
     overrides = [f"runs_dir={tmp_path}", "observability.trackers=[absent.board:Board]"]
     with pytest.raises(ConfigError, match=r"no module absent.board here; put its directory on PYTHONPATH"):
         flowtrain.dry_run(QUICKSTART, overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", [flowtrain.train, flowtrain.dry_run])
+def test_a_class_that_is_not_in_its_module_is_refused_before_anything_starts(tmp_path: Path, start: Any) -> None:
+    overrides = [f"runs_dir={tmp_path}", "observability.trackers=[json:JSONDecoderr]"]
+    with pytest.raises(ConfigError, match=r"module json has no JSONDecoderr; did you mean json:JSONDecoder\?"):
+        start(QUICKSTART, overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_does_not_import_the_class_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "boards_never_imported.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prepare(load_config(QUICKSTART, ["observability.trackers=[boards_never_imported:Board]"]), check_pool=False)
+
+
+@pytest.mark.parametrize("callbacks", [Callback(), [Callback]])
+def test_callbacks_that_cannot_follow_are_refused_before_anything_starts(tmp_path: Path, callbacks: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks"):
+        flowtrain.train(QUICKSTART, [f"runs_dir={tmp_path}"], callbacks=callbacks)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -114,7 +114,10 @@ def test_trackers_hear_everything_and_bad_ones_change_nothing(
     assert checkpoint["step"] == NUM_STEPS and checkpoint["nbytes"] > 0 and checkpoint["duration_s"] > 0
     assert kinds[-1] == "run_ended"
     (warning,) = (line["text"] for line in lines if line["event"] == "note" and "tracker Raising" in line["text"])
-    assert warning.endswith("training goes on: RuntimeError: no such project")
+    assert "training goes on: RuntimeError: no such project (" in warning and "test_trackers.py:" in warning
+    raising, sleeping = sorted(summary.trackers_off)
+    assert raising.startswith("Raising was off from step 0 on: RuntimeError: no such project (")
+    assert sleeping.startswith("Sleeping was off from step 0 on: it has not taken the last")
 
 
 def test_a_step_has_what_flow_ranks_and_pool_know(tmp_path: Path, ray_cluster: None, sections: dict[str, Any]) -> None:

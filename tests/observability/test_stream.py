@@ -6,15 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flowtrain.errors import ConfigError
 from flowtrain.observability import stream as stream_module
 from flowtrain.observability import tracker as tracker_module
-from flowtrain.observability.callback import Callback, deliver
+from flowtrain.observability.callback import Callback, check_callbacks, deliver
 from flowtrain.observability.stream import EventStream
-from flowtrain.observability.tracker import Tracker
+from flowtrain.observability.tracker import Tracker, described
 from flowtrain.types.run_events import Noted, RunEvent, RunStarted, StepFinished
 from tests.observability.events import CHECKPOINT, ENDED, EVALUATED, NOTED, QUARANTINED, RESTARTED, started
 
@@ -117,6 +119,54 @@ def test_a_sink_that_training_needs_raises_and_one_that_it_does_not_goes_off(
         world.stream.emit(NOTED)
 
 
+# --- callbacks of a caller -------------------------------------------------------------------------------------------
+
+
+class Misspelt(Callback):
+    def on_stpe(self, event: StepFinished) -> None: ...
+
+
+class Plain:
+    """Is no ``Callback``; what is not called, such as a flag, may have any name."""
+
+    on_gpu = True
+
+    def on_step(self, event: StepFinished) -> None: ...
+
+
+class PlainMisspelt(Plain):
+    @classmethod
+    def on_chekpoint(cls, event: RunEvent) -> None: ...
+
+
+class Anything:
+    def __getattr__(self, name: str) -> Any:
+        return lambda event: None
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (Callback(), r"callbacks is of class Callback; give a list of objects, such as callbacks=\[Board\(\)\]"),
+        (None, r"callbacks is of class NoneType; give a list"),
+        (Plain, r"callbacks is the class Plain; give a list of objects: callbacks=\[Plain\(\)\]"),
+        ([Plain(), Plain], r"callbacks\[1\] is the class Plain; give an object of it: Plain\(\)"),
+        ([Misspelt()], r"callbacks\[0\], of class Misspelt, has a method on_stpe, .* did you mean on_step\?"),
+        ([PlainMisspelt()], r"has a method on_chekpoint, which no event calls; did you mean on_checkpoint\?"),
+        (["Plain"], r"callbacks\[0\], of class str, has none of the methods .* on_run_start, on_step"),
+    ],
+)
+def test_what_cannot_follow_a_run_is_refused(given: Any, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        check_callbacks(given)
+
+
+def test_objects_with_methods_may_follow_a_run() -> None:
+    given = (Callback(), Plain(), Anything(), Follower())
+    assert check_callbacks(given) == list(given)
+    assert check_callbacks(each for each in given) == list(given)
+
+
 # --- trackers --------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +222,8 @@ def test_a_tracker_that_raises_is_off_with_one_warning_and_others_go_on(world: W
     for number in (2, 3):
         world.stream.emit(step(make_metrics, number))
     world.stream.close()
-    assert world.warnings() == ["tracker mine is off from now on, training goes on: ValueError: no such project"]
+    (warning,) = world.warnings()
+    assert warning.startswith("tracker mine is off from now on, training goes on: ValueError: no such project (")
     assert {"on_step 2", "on_step 3"} <= set(follower.told)
     assert {event.step for event in world.told if isinstance(event, StepFinished)} == {1, 2, 3}
 
@@ -184,7 +235,8 @@ def test_a_tracker_that_cannot_be_built_is_off(world: World) -> None:
     world.track(None, refuse)
     world.until_warned(lambda: world.stream.emit(started()))
     world.stream.close()
-    assert world.warnings() == ["tracker mine is off from now on, training goes on: SystemExit: no key"]
+    (warning,) = world.warnings()
+    assert warning.startswith("tracker mine is off from now on, training goes on: SystemExit: no key (")
 
 
 def test_an_error_at_the_end_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +248,55 @@ def test_an_error_at_the_end_is_logged(world: World, caplog: pytest.LogCaptureFi
     world.stream.emit(started())
     world.stream.emit(ENDED)
     world.stream.close()
-    assert "tracker mine is off from now on, training goes on: OSError: connection reset" in caplog.messages
+    (warning,) = (text for text in caplog.messages if "is off" in text)
+    assert warning.startswith("tracker mine is off from now on, training goes on: OSError: connection reset (")
+    assert world.stream.off == [f"mine was off from step 4 on: {warning.partition('goes on: ')[2]}"]
+
+
+def test_a_tracker_that_raises_tells_where_and_its_traceback_is_logged(
+    world: World, make_metrics: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.track(Failing())
+    world.stream.emit(started())
+    world.until_warned(lambda: world.stream.emit(step(make_metrics, 3)))
+    world.stream.close()
+    line = Failing.on_step.__code__.co_firstlineno + 1
+    (warning,) = world.warnings()
+    assert warning.endswith(f"test_stream.py:{line}, in on_step)")
+    assert 'raise ValueError("no such project")' in caplog.text and "Traceback" in caplog.text
+    (off,) = world.stream.off
+    assert off.startswith("mine was off from step 3 on: ValueError: no such project (")
+
+
+def test_a_tracker_is_off_from_the_last_step_that_it_got(world: World, make_metrics: Any) -> None:
+    def refuse() -> object:
+        raise SystemExit("no key")
+
+    world.stream = EventStream(first_step=5)
+    hanging = Hanging(world.release)
+    world.track(hanging)
+    world.track(None, refuse)
+    world.stream.emit(started())
+    world.stream.emit(step(make_metrics, 6))
+    assert hanging.entered.wait(LIMIT_S)
+    world.now_s = tracker_module.MAX_CALL_S + 1.0
+    world.stream.emit(step(make_metrics, 9))
+    world.stream.close()
+    assert sorted(text.partition(":")[0] for text in world.stream.off) == [
+        "mine was off from step 5 on",
+        "mine was off from step 6 on",
+    ]
+
+
+def test_the_place_of_an_error_does_not_tell_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path(__file__).parent))
+    try:
+        Failing().on_step(NOTED)  # type: ignore[arg-type]
+    except ValueError as error:
+        assert described(error).startswith("ValueError: no such project (~/test_stream.py:")
+    with pytest.raises(SyntaxError) as caught:
+        compile("(", "boards.py", "exec")
+    assert described(caught.value).endswith("(boards.py, line 1)")
 
 
 class Hanging(Callback):

@@ -16,12 +16,13 @@ import pytest
 from PIL import Image
 
 from flowtrain.config.flow import ObservabilityConfig
+from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.observability.callback import Callback, deliver
 from flowtrain.observability.stream import EventStream
 from flowtrain.observability.trackers import registry
 from flowtrain.observability.trackers.mlflow import MlflowTracker
-from flowtrain.observability.trackers.registry import check_trackers, make_trackers
+from flowtrain.observability.trackers.registry import check_tracker_classes, check_trackers, make_trackers
 from flowtrain.observability.trackers.scalars import step_scalars
 from flowtrain.observability.trackers.tensorboard import TensorBoardTracker
 from flowtrain.observability.trackers.wandb import WandbTracker
@@ -29,6 +30,7 @@ from flowtrain.types.metrics import PoolUse
 from flowtrain.types.run_events import Noted, Restarted, RunEvent, RunStarted, StepFinished
 from tests.disk import full_from
 from tests.observability.events import CHECKPOINT, ENDED, EVALUATED, T0, started
+from tests.training.ranks import make_config
 
 
 class Calls(list[tuple[Any, ...]]):
@@ -378,8 +380,108 @@ def test_a_library_or_module_that_is_not_installed_is_refused_at_once(monkeypatc
         check_trackers(ObservabilityConfig(trackers=("my.board:Board",)))
 
 
-def test_modules_are_looked_for_without_an_import() -> None:
+def test_modules_are_looked_for_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry._is_there("json.tool") and not registry._is_there("absent") and not registry._is_there("absent.too")
+    package = tmp_path / "boards_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "board.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert registry._is_there("boards_of_mine.board") and not registry._is_there("boards_of_mine.other")
+    assert not registry._is_there("boards_of_mine.board.deeper")
+
+
+USERS_MODULE = """
+class Board:
+    def __init__(self, every, colour="red"): ...
+    def on_step(self, event): ...
+
+class Any(Board):
+    def __init__(self, **options): ...
+
+class Misspelt(Board):
+    def on_run_edn(self, event): ...
+
+class Deaf: ...
+
+def make(): ...
+"""
+
+
+@pytest.fixture
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "boards_of_a_user.py").write_text(USERS_MODULE)
+    (tmp_path / "broken_boards.py").write_text("import boards_of_a_user\n1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("boards_of_a_user", None)
+
+
+def with_tracker(name: str, options: dict[str, Any]) -> RunConfig:
+    settings = ObservabilityConfig(trackers=(name,), tracker_options={name: options})
+    return make_config().model_copy(update={"observability": settings})
+
+
+@pytest.mark.usefixtures("users_module", "tensorboard")
+@pytest.mark.parametrize(
+    ("name", "options", "fault"),
+    [
+        (
+            "boards_of_a_user:Bord",
+            {},
+            r"observability.trackers.0 = 'boards_of_a_user:Bord': module boards_of_a_user has no Bord; "
+            r"did you mean boards_of_a_user:Board\?",
+        ),
+        ("boards_of_a_user:xyz", {}, r"has no xyz; it has Any, Board, Deaf, Misspelt"),
+        ("boards_of_a_user:make", {}, r"make is no class but a function; name a class"),
+        ("boards_of_a_user:Deaf", {}, r"the class has none of the methods that events call; .* on_run_start, on_step"),
+        ("boards_of_a_user:Misspelt", {}, r"the class has a method on_run_edn, .* did you mean on_run_end\?"),
+        (
+            "broken_boards:Board",
+            {},
+            r"import of broken_boards fails; .* ZeroDivisionError.*broken_boards.py:2, in <mod",
+        ),
+        (
+            "boards_of_a_user:Board",
+            {"evry": 10, "every": 1},
+            r"tracker_options.boards_of_a_user:Board.evry: unknown option; did you mean every\?",
+        ),
+        ("boards_of_a_user:Board", {"colour": "blue"}, r"these options: missing a required argument: 'every'"),
+        (
+            "tensorboard",
+            {"logdirr": "x"},
+            r"tracker_options.tensorboard.logdirr: unknown option; did you mean logdir\?",
+        ),
+        ("tensorboard", {"zzz": "x"}, r"tracker_options.tensorboard.zzz: unknown option; it has logdir"),
+    ],
+)
+def test_a_class_that_cannot_follow_the_run_is_refused(name: str, options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault) as caught:
+        check_tracker_classes(with_tracker(name, options))
+    assert str(caught.value).startswith("run 'test': ") and "blue" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("users_module")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("boards_of_a_user:Board", {"every": 10}),
+        ("boards_of_a_user:Any", {"whatever": 1}),
+        ("mlflow", {"tracking_uri": "http://server", "experiment": "cats"}),
+        ("wandb", {"whatever": 1}),  # its library knows
+    ],
+)
+def test_a_class_that_takes_its_options_is_not_refused(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_is_there", lambda module: True)
+    check_tracker_classes(with_tracker(name, options))
+
+
+def test_a_wrong_option_of_mlflow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_is_there", lambda module: True)
+    with pytest.raises(ConfigError, match=r"tracker_options.mlflow.experimnt: .* did you mean experiment\?"):
+        check_tracker_classes(with_tracker("mlflow", {"experimnt": "cats"}))
 
 
 def test_without_a_name_nothing_runs() -> None:

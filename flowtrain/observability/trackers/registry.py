@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from typing import Any
 
 from flowtrain.config.flow import ObservabilityConfig
-from flowtrain.errors import ConfigError, FaultCode
-from flowtrain.observability.tracker import Tracker
+from flowtrain.config.messages import refusal
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError, Fault, FaultCode
+from flowtrain.observability.callback import method_fault
+from flowtrain.observability.tracker import Tracker, described
 
 _PACKAGE = "flowtrain.observability.trackers"
 _NAMED: Mapping[str, tuple[str, str]] = {
@@ -19,6 +26,9 @@ _NAMED: Mapping[str, tuple[str, str]] = {
     "mlflow": ("mlflow", f"{_PACKAGE}.mlflow:MlflowTracker"),
 }
 """The library that each needs, and its class."""
+_MAX_SHOWN = 10
+"""Names that a message lists; a module may have thousands."""
+_Parameter = inspect.Parameter
 
 
 def check_trackers(settings: ObservabilityConfig) -> None:
@@ -37,6 +47,26 @@ def check_trackers(settings: ObservabilityConfig) -> None:
             )
 
 
+def check_tracker_classes(config: RunConfig) -> None:
+    """Raise ConfigError, with all faults, if a tracker's class is not there, is no callback or lacks an option.
+
+    This runs a user's module, so only ``train`` and its dry run may call it.
+    """
+    settings = config.observability
+    check_trackers(settings)
+    faults: list[Fault] = []
+    for index, name in enumerate(settings.trackers):
+        key = f"observability.trackers.{index}"
+        try:
+            found = _class_of(name)
+        except _NoTracker as error:
+            faults.append(Fault(key, FaultCode.VALUE, f"{key} = {name!r}: {error}"))
+        else:
+            faults += _option_faults(name, found, settings.tracker_options.get(name, {}))
+    if faults:
+        raise refusal(f"run {config.name!r}", faults)
+
+
 def make_trackers(settings: ObservabilityConfig, callbacks: Sequence[object] = ()) -> list[Tracker]:
     """Start the trackers of a configuration, then those of callbacks."""
     named = [Tracker(name, partial(_build, name, settings.tracker_options.get(name, {}))) for name in settings.trackers]
@@ -44,8 +74,63 @@ def make_trackers(settings: ObservabilityConfig, callbacks: Sequence[object] = (
 
 
 def _build(name: str, options: Mapping[str, Any]) -> object:
-    module, _, attribute = (_NAMED[name][1] if name in _NAMED else name).partition(":")
+    module, attribute = _place(name)
     return getattr(importlib.import_module(module), attribute)(**options)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The module and the class of a tracker."""
+    module, _, attribute = (_NAMED[name][1] if name in _NAMED else name).partition(":")
+    return module, attribute
+
+
+class _NoTracker(Exception):
+    """Says why a name gives no class of trackers."""
+
+
+def _class_of(name: str) -> type:
+    module, attribute = _place(name)
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise _NoTracker(f"the import of {module} fails; correct it: {described(error)}") from error
+    if not hasattr(found, attribute):
+        classes = [each for each in dir(found) if isinstance(getattr(found, each, None), type)]
+        raise _NoTracker(f"module {module} has no {attribute}; {_meant(attribute, classes, f'{module}:')}")
+    named = getattr(found, attribute)
+    if not isinstance(named, type):
+        raise _NoTracker(f"{attribute} is no class but a {type(named).__name__}; name a class such as my_boards:Board")
+    if (fault := method_fault(named)) is not None:
+        raise _NoTracker(f"the class {fault}")
+    return named
+
+
+def _option_faults(name: str, tracker: type, options: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what is wrong with the names of a tracker's options; values, which may be secret, are not shown."""
+    try:
+        signature = inspect.signature(tracker)
+    except (TypeError, ValueError):  # a class of C, which tells nothing
+        return
+    kinds = {each.name: each.kind for each in signature.parameters.values()}
+    by_name = [
+        each for each, kind in kinds.items() if kind in (_Parameter.POSITIONAL_OR_KEYWORD, _Parameter.KEYWORD_ONLY)
+    ]
+    key = f"observability.tracker_options.{name}"
+    unknown = [] if _Parameter.VAR_KEYWORD in kinds.values() else [each for each in options if each not in by_name]
+    for option in unknown:
+        text = f"{key}.{option}: unknown option; {_meant(option, by_name)}"
+        yield Fault(f"{key}.{option}", FaultCode.KEY, text)
+    try:
+        signature.bind(**{option: value for option, value in options.items() if option not in unknown})
+    except TypeError as error:
+        yield Fault(key, FaultCode.KEY, f"{key}: {name} cannot be called with these options: {error}; add it there")
+
+
+def _meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The way out of a wrong name."""
+    public = [each for each in known if not each.startswith("_")]
+    near = difflib.get_close_matches(name, public, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"it has {', '.join(public[:_MAX_SHOWN]) or 'none'}"
 
 
 def _giving(callback: object) -> Callable[[], object]:
@@ -53,7 +138,13 @@ def _giving(callback: object) -> Callable[[], object]:
 
 
 def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
+    if module in sys.modules:
+        return True
+    first, *rest = module.split(".")
+    spec, name = importlib.util.find_spec(first), first
+    for part in rest:  # ``importlib.util.find_spec`` would import the packages above it
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec is not None

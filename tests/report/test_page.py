@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -324,13 +325,25 @@ def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Pat
     page = page_of(directory, options=ReportOptions((30, 31), thumbnails=False))
     assert page.by_id("gantt-title").text == "Steps 30 to 31"
     assert "flowtrain report RUN --steps 29-32 shows" in page_of(directory).text
-    for name in ("steps-101-110", "steps-101-110-2"):  # after a resume, the same steps again
+    for name in ("steps-41-50", "steps-41-50-2"):  # after a resume, the same steps again
         (window.parent / name).mkdir()
-        write_trace(window.parent / name / "trace.json", range(101, 111))
-    assert "recorded steps 29-32, 101-110: flowtrain report RUN --steps 101-110" in page_of(directory).text
+        write_trace(window.parent / name / "trace.json", range(41, 51))
+    assert "recorded steps 29-32, 41-50: flowtrain report RUN --steps 41-50" in page_of(directory).text
     (directory / "trace.json").unlink()
     with pytest.raises(ConfigError, match="it has no whole step"):
         build_report([directory], ReportOptions((1, 1)))
+
+
+def test_only_steps_that_a_window_has_are_advised(directory: Path) -> None:
+    for name, steps in (("steps-41-50", range(41, 44)), ("steps-61-61", range(0))):  # the run ended meanwhile
+        window = directory / "traces" / name
+        window.mkdir(parents=True)
+        write_trace(window / "trace.json", steps)
+    assert "recorded steps 41-43: flowtrain report RUN --steps 41-43 shows" in page_of(directory).text
+    page = page_of(directory, options=ReportOptions((41, 43), thumbnails=False))
+    assert page.by_id("gantt-title").text == "Steps 41 to 43"
+    shutil.rmtree(directory / "traces" / "steps-41-50")
+    assert "flowtrain trace has recorded" not in page_of(directory).text
 
 
 def test_what_was_planned_is_beside_what_came_out(directory: Path) -> None:

@@ -85,8 +85,8 @@ def request_trace(
     """Ask a run that trains, here or on another machine, for a trace of its next steps, and wait for it.
 
     progress: called when recording begins. Raises ConfigError if nothing trains there, no step is left or another trace
-    is under way, FlowTrainError if the run ends before a step is traced. An interrupt leaves a trace that has begun to the
-    run.
+    is under way, FlowTrainError if the run ends before a step is traced. An interrupt leaves a trace that
+    has begun to the run.
     """
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps ({steps}) must be between 1 and {MAX_STEPS}")

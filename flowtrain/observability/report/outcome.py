@@ -54,6 +54,24 @@ class Outcome:
     last_s: float | None
     """When the last step or event was."""
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the run was stopped or killed before its last step."""
+        return self.state in (State.STOPPED, State.KILLED) and (self.num_steps is None or self.step < self.num_steps)
+
+
+def resume_text(step: int, checkpoint_step: int | None) -> str:
+    """Return where ``--resume`` would go on, and which steps are lost.
+
+    step: the last one that was done. checkpoint_step: of the last complete checkpoint; None: there is none.
+    """
+    first_lost = (checkpoint_step or 0) + 1
+    lost = f"step {step:,} is" if step == first_lost else f"steps {first_lost:,} to {step:,} are"
+    lost = f"; {lost} lost" if step >= first_lost else ""
+    if checkpoint_step is None:
+        return f"there is no checkpoint, so flowtrain train --resume begins anew{lost}"
+    return f"flowtrain train --resume goes on after step {checkpoint_step:,}{lost}"
+
 
 def outcome_of(run: RunData, now: float | None = None) -> Outcome:
     """Return how a run stands. now: seconds since the Unix epoch; None: the clock's."""

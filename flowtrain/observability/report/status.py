@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.observability.report.outcome import State, eval_points, median, outcome_of, ratio, steady_steps
+from flowtrain.observability.report.outcome import (
+    State,
+    eval_points,
+    median,
+    outcome_of,
+    ratio,
+    resume_text,
+    steady_steps,
+)
 from flowtrain.observability.report.reading import TAIL_NBYTES, as_number, as_text
 from flowtrain.observability.report.run_data import RunData, event_time, read_run
 
@@ -57,6 +65,8 @@ class RunStatus:
     num_skipped: int
     checkpoint_step: int | None
     """Of the last complete checkpoint that the run told of."""
+    resume: str
+    """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
     warnings: tuple[str, ...]
     """The last warnings."""
     notes: tuple[str, ...]
@@ -87,6 +97,7 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
     left = outcome.num_steps - outcome.step if outcome.num_steps is not None else None
     is_running = outcome.state is State.RUNNING
     checkpoints = [as_number(event.get("step")) for event in run.of_kind("checkpoint")]
+    checkpoint_step = int(max(checkpoints)) if checkpoints and math.isfinite(max(checkpoints)) else None
     warnings = [as_text(event.get("text")) for event in run.of_kind("note") if event.get("level") == "warning"]
     return RunStatus(
         name=run.name,
@@ -111,7 +122,8 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         num_restarts=len(run.of_kind("restart")),
         num_rejected=int(steps.last("rejected") or 0),
         num_skipped=int(steps.last("skipped_steps") or 0),
-        checkpoint_step=int(max(checkpoints)) if checkpoints and math.isfinite(max(checkpoints)) else None,
+        checkpoint_step=checkpoint_step,
+        resume=resume_text(outcome.step, checkpoint_step) if outcome.can_go_on else "",
         warnings=tuple(warnings[-3:]),
         notes=run.notes,
         emulated=steps.emulated,

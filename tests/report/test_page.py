@@ -203,6 +203,23 @@ def test_a_failed_run_says_why_first(directory: Path) -> None:
     assert marks.text == "Loss" and "encoder-1 restarted" in page.by_id("learning").text
 
 
+def test_skipped_steps_in_a_row_are_one_fault_with_its_reason(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = [step_record(step, rng) for step in range(1, 31)]
+    for step in (*range(2, 13), 20, 21, 25):
+        records[step - 1].update(skipped=True, spike=step in (20, 25))
+    del records[24]["spike"]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    (tmp_path / "config.yaml").write_text("name: skips\n")
+    rows = [[cell.text for cell in line.all("td")] for line in page_of(tmp_path).by_id("faults").all("tr")[1:]]
+    assert [cells[-3:] for cells in rows] == [
+        ["2-12", "skipped steps", "loss or gradients were not finite; no update"],
+        ["20", "skipped step", "the loss was a spike; no update"],
+        ["21", "skipped step", "loss or gradients were not finite; no update"],
+        ["25", "skipped step", "loss or gradients were not finite or the loss was a spike; no update"],
+    ]
+
+
 def test_a_killed_run_of_an_earlier_version(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     records = [step_record(step, rng) for step in range(1, 31)]
@@ -312,6 +329,20 @@ def test_generated_texts_of_one_sample_are_together(directory: Path) -> None:
     (card,) = page_of(directory).all("article")
     assert [node.text for node in card.all("dd")] == ["p", "r", "text 30", "text 20", "text 10"]
     assert second.name == "article"
+
+
+def test_an_empty_answer_is_named(directory: Path) -> None:
+    write_lines(
+        directory / "events.jsonl",
+        [
+            event("evaluation", step, float(step), name="e", loss=1.0, generated=[
+                {"source": "s", "row": 1, "prompt": "p", "reference": "r", "text": text, "images": []}
+            ])
+            for step, text in ((10, ""), (20, "seen"), (30, " \n"))
+        ],
+    )  # fmt: skip
+    (card,) = page_of(directory).all("article")
+    assert [node.text for node in card.all("dd")] == ["p", "r", "(empty)", "seen", "(empty)"]
 
 
 def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Path) -> None:

@@ -236,6 +236,12 @@ def test_a_killed_run_of_an_earlier_version(tmp_path: Path) -> None:
     assert page.all("h1")[0].text == "old ended without a word"
     assert "30 of 100 steps" in classes(page, "lead")[0]
     assert "the run is of an earlier version" in page.by_id("glance").text
+    text = "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 30 are lost"
+    assert f"Resume: {text}." in page.by_id("glance").text
+    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000020").mkdir()
+    text = "flowtrain train --resume goes on after step 20; steps 21 to 30 are lost"
+    assert f"Resume: {text}." in page_of(tmp_path).by_id("glance").text
     assert "held-out: from 4.50 at step 10" in page.by_id("loss-chart-desc").text
     faults = page.by_id("faults").text
     assert "skipped step" in faults and "weights and optimizer went back to the checkpoint of step 10" in faults

@@ -53,11 +53,16 @@ class Outcome:
     num_starts: int
     last_s: float | None
     """When the last step or event was."""
+    checkpoint_step: int | None
+    """Of the last complete checkpoint; None: there is none."""
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether the run was stopped or killed before its last step."""
-        return self.state in (State.STOPPED, State.KILLED) and (self.num_steps is None or self.step < self.num_steps)
+    def resume(self) -> str:
+        """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
+        is_short = self.num_steps is None or self.step < self.num_steps
+        if self.state in (State.STOPPED, State.KILLED) and is_short:
+            return resume_text(self.step, self.checkpoint_step)
+        return ""
 
 
 def resume_text(step: int, checkpoint_step: int | None) -> str:
@@ -101,7 +106,17 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
         duration_s: float | None = sum(spent)
     else:
         duration_s = end_s - started_s if end_s is not None and started_s is not None else None
-    return Outcome(state, reason, step, num_steps, started_s, duration_s, max(len(starts), 1), last_s)
+    return Outcome(
+        state, reason, step, num_steps, started_s, duration_s, max(len(starts), 1), last_s, _checkpoint_step(run)
+    )
+
+
+def _checkpoint_step(run: RunData) -> int | None:
+    steps = [as_number(event.get("step")) for event in run.of_kind("checkpoint")]
+    if not run.events:  # of an earlier version, or damaged: names of directories tell it too
+        names = (path.name.removeprefix("step-") for path in run.files.checkpoints.glob("step-*"))
+        steps = [float(name) for name in names if name.isdecimal()]
+    return int(max(steps)) if steps and math.isfinite(max(steps)) else None
 
 
 def _first_time(run: RunData) -> float | None:

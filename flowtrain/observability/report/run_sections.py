@@ -60,14 +60,15 @@ def verdict_box(outcome: Outcome, verdict: Verdict) -> Markup:
         said.append(
             element(
                 "p",
-                "The run ended without a word: it was killed, or its machine was. flowtrain train --resume goes on "
-                "from its last checkpoint.",
+                "The run ended without a word: it was killed, or its machine was.",
                 class_="first",
             )
         )
     elif outcome.state is State.EMPTY:
         tone = "warn"
         said.append(element("p", "The run has not finished a step.", class_="first"))
+    if outcome.resume:
+        said.append(element("p", f"Resume: {outcome.resume}."))
     if outcome.step:
         said.append(element("p", verdict.limit, class_=None if said else "first"))
         said += [element("p", line, class_="muted") for line in verdict.advice]

@@ -409,7 +409,8 @@ def trace(
     profiler, memory: the run also writes what torch's profiler, or the history of device memory, has of these steps.
     progress: called once when recording begins.
 
-    Raises ConfigError if nothing trains there, FlowTrainError if the run ends before the trace is complete.
+    Raises ConfigError if nothing trains there or no step is left, FlowTrainError if the run ends before a
+    step is traced.
     """
     return request_trace(RunDir(expanded(run).absolute()), steps, profiler, memory, progress)
 

@@ -22,13 +22,19 @@ def errors_to_exit_codes() -> Iterator[None]:
     try:
         yield
     except FlowTrainError as error:
-        typer.echo(f"flowtrain: {error}", err=True)
+        _show(error, str(error))
         raise typer.Exit(EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED) from error
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        typer.echo(f"flowtrain: {error}: the disk is full or broken; make room on it, or use another", err=True)
+        _show(error, f"{error}: the disk is full or broken; make room on it, or use another")
         raise typer.Exit(EXIT_FAILED) from error
     except KeyboardInterrupt as error:
-        typer.echo("flowtrain: interrupted", err=True)
+        _show(error, "interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def _show(error: BaseException, text: str) -> None:
+    """Print a message, and the notes that were added to its error."""
+    for line in (text, *getattr(error, "__notes__", ())):
+        typer.echo(f"flowtrain: {line}", err=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flowtrain.observability.report.status import RunStatus
 
 MAX_TEXT = 300
+MAX_REASON = 10_000
+"""Reasons end with the ways out, so they are shown whole."""
 COLORS = {"RUNNING": "blue", "DONE": "green", "FAILED": "red"}
 
 
@@ -47,7 +49,7 @@ def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
     if found.age_s is not None:
         yield "last sign", f"{duration(found.age_s)} ago"
     if found.reason:
-        yield "reason", one_line(found.reason, MAX_TEXT)
+        yield "reason", one_line(found.reason, MAX_REASON)
     yield "mode", found.mode + (f", {found.emulated}" if found.emulated else "")
     if found.loss is not None:
         yield "loss", f"{number(found.loss, 4)} in the last step"
@@ -68,6 +70,10 @@ def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
     yield from ((name, f"{count:,}") for name, count in counts if count)
     if found.checkpoint_step is not None:
         yield "checkpoint", f"after step {found.checkpoint_step:,}"
+    elif found.step:
+        yield "checkpoint", "none"
+    if found.resume:
+        yield "resume", found.resume
     for text in found.warnings:
         yield "warning", one_line(text, MAX_TEXT)
     for text in found.notes:

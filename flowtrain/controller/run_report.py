@@ -14,8 +14,11 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.observability.files import replace_text
 from flowtrain.observability.report.build import ReportOptions, build_report
+from flowtrain.observability.report.outcome import resume_text
 from flowtrain.observability.report.run_data import PLANNING, Record
+from flowtrain.observability.report.status import status_of
 from flowtrain.observability.run_dir import RunDir, run_dir
+from flowtrain.training import checkpoint_store
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +69,68 @@ class Ending:
         self.planning: Mapping[str, Any] | None = None
         """What ``mode: auto`` predicted (``planning.json``); None: no plan was made."""
 
-    def write(self) -> None:
-        """Write the prediction and the report, if the run has a directory of its own; errors are only logged."""
-        run, settings = run_dir(self._config), self._config.observability
-        if not run.config.is_file() or not run.metrics.is_file() or run.is_held():
-            return
+    def write(self) -> Path | None:
+        """Write the prediction and the report, if the run has a directory of its own; errors are only logged.
+
+        Returns the report; None if none was written.
+        """
+        run, settings = self._run, self._config.observability
+        if not self._has_run or not run.metrics.is_file():
+            return None
         try:
             if self.planning is not None:
                 replace_text(run.root / PLANNING, json.dumps(self.planning, default=str))
             if settings.report:
-                write_report([run.root], None, thumbnails=settings.report_thumbnails)
+                return write_report([run.root], None, thumbnails=settings.report_thumbnails)
         except Exception as error:  # the run is over, and its outcome counts more than this page
             logger.warning("%s is missing: %s; flowtrain report %s writes it", run.report.name, error, run.root)
+        return None
+
+    def write_failed(self, error: Exception) -> None:
+        """Write as ``write`` does, and add to an error where a user can read more about the run."""
+        report = self.write()
+        if isinstance(error, ConfigError) or not self._has_run:  # of a refused run there is nothing to read
+            return
+        error.add_note(f"the report of the run: {report}" if report is not None else f"the run is in {self._run.root}")
+
+    def note_interrupt(self, interrupt: KeyboardInterrupt) -> None:
+        """Add to an interrupt what is lost, and how to get the report that was not waited for."""
+        run = self._run
+        try:
+            if not self._has_run:
+                return
+            last = checkpoint_store.latest_complete(run.checkpoints)
+            saved = checkpoint_store.read_meta(last).step if last is not None else None
+            interrupt.add_note(f"{run.root}: {resume_text(status_of(run.root).step, saved)}")
+            if run.metrics.is_file():
+                interrupt.add_note(f"flowtrain report {run.root} writes its report")
+        except Exception as error:  # the interrupt itself counts more
+            logger.warning("%s: what the interrupt has cost is not known: %s", run.root, error)
+
+    @property
+    def _run(self) -> RunDir:
+        return run_dir(self._config)
+
+    @property
+    def _has_run(self) -> bool:
+        """Whether the run has a directory in which no process trains."""
+        return self._run.config.is_file() and not self._run.is_held()
 
 
 @contextmanager
 def report_at_end(config: RunConfig) -> Iterator[Ending]:
-    """Write a run's report once it is over, also if it failed; a second Ctrl-C ends it without one."""
+    """Write a run's report once it is over, also if it failed; a second Ctrl-C ends it without one.
+
+    The exception gets notes that say where to read more, and after an interrupt what is lost.
+    """
     ending = Ending(config)
     try:
         yield ending
-    except Exception:
-        ending.write()
+    except KeyboardInterrupt as interrupt:
+        ending.note_interrupt(interrupt)
+        raise
+    except Exception as error:
+        ending.write_failed(error)
         raise
     else:
         ending.write()

@@ -18,7 +18,10 @@ class _TraceFile:
     """One trace. Its first error is logged, and from then on it is off."""
 
     def __init__(self, path: Path, last_step: int) -> None:
+        self.path = path
         self.last_step = last_step
+        self.has_spans = False
+        """Whether a span was to be written."""
         self._diagnostic = Diagnostic(path.name)
         self._writer: TraceWriter | None = None
         self._diagnostic.attempt(self._open, path)
@@ -33,6 +36,7 @@ class _TraceFile:
 
     def take(self, event: SpansRecorded) -> None:
         """Write an event."""
+        self.has_spans = self.has_spans or bool(event.spans)
         if self._writer is not None:
             self._diagnostic.attempt(self._writer.write, event.spans, event.counters)
 
@@ -102,6 +106,22 @@ class RunTraces:
             self.lacks_something = not self._window.is_whole
             self._window.close()
             self._window = None
+
+    def drop_window(self) -> bool:
+        """Close the window, and remove its directory if nothing was recorded; returns whether that was removed."""
+        window = self._window
+        self.close_window()
+        if window is None or window.has_spans:
+            return False
+        directory = window.path.parent
+        try:
+            if any(path != window.path for path in directory.iterdir()):  # actors have written files of their own
+                return False
+            window.path.unlink(missing_ok=True)
+            directory.rmdir()
+        except OSError:  # an empty directory does no harm
+            return False
+        return True
 
     def close(self) -> None:
         """Close all files; idempotent."""

@@ -72,7 +72,7 @@ class TraceDesk:
                 self._begin(request)
             except Exception as error:
                 self._window = None
-                self._traces.close_window()
+                self._traces.drop_window()
                 self._refuse(request, f"the trace could not be begun: {error}")
                 raise
         elif self._window is not None and not self._traces.has_window:
@@ -80,7 +80,11 @@ class TraceDesk:
 
     def _begin(self, request: TraceRequest) -> None:
         steps = self._actors.link.ask(CoordinatorApi.trace, request.steps)
-        steps = TraceSteps(steps.first, max(steps.first, min(steps.last, self._num_steps)))
+        if steps.first > self._num_steps:
+            done = f"the run has begun all of its {self._num_steps} steps"
+            self._refuse(request, f"no step is left to trace: {done}; ask earlier, or a longer run")
+            return
+        steps = TraceSteps(steps.first, min(steps.last, self._num_steps))
         directory = self._traces.open_window(steps)
         where = str(directory.relative_to(self._files.root))
         answer = TraceAnswer(request.id, TraceState.RECORDING, where, steps.first, steps.last)
@@ -113,6 +117,9 @@ class TraceDesk:
         if window is None:
             return
         is_whole = not self._traces.has_window
+        if not is_whole and self._traces.num_done < window.answer.first_step:
+            self._end_without_step(window)
+            return
         self._traces.close_window()
         notes = self._faults()
         if not is_whole:
@@ -120,6 +127,17 @@ class TraceDesk:
         if window.profiles:
             notes += _notes(ray.wait(window.orders, num_returns=len(window.orders), timeout=0)[0])
         self._done(window, window.answer.last_step if is_whole else self._traces.num_done, notes)
+
+    def _end_without_step(self, window: _Window) -> None:
+        """Answer a request whose first step was not done; what was recorded of it is kept."""
+        self._window = None
+        answer, last_step = window.answer, self._traces.num_done
+        directory = None if self._traces.drop_window() else answer.directory
+        reason = f"the run ended after step {last_step}, before step {answer.first_step} was done"
+        answer_request(
+            self._files, TraceAnswer(answer.id, TraceState.DONE, directory, answer.first_step, last_step, reason)
+        )
+        self._note(f"traced no step: {reason}")
 
     def _faults(self) -> list[str]:
         return ["trace.json is not complete; the log of the run says why"] if self._traces.lacks_something else []

@@ -53,7 +53,7 @@ class TraceAnswer:
     """Where the files are; None: nothing was recorded."""
     first_step: int = 0
     last_step: int = 0
-    """The last step that is in it, or will be."""
+    """The last step that is in it, or will be; before ``first_step`` if the run ended before one was done."""
     reason: str | None = None
     """Why it was refused, or ended early."""
 
@@ -84,8 +84,9 @@ def request_trace(
 ) -> TraceWindow:
     """Ask a run that trains, here or on another machine, for a trace of its next steps, and wait for it.
 
-    progress: called when recording begins. Raises ConfigError if nothing trains there or another trace is under way,
-    FlowTrainError if the run ends before it begins. An interrupt leaves a trace that has begun to the run.
+    progress: called when recording begins. Raises ConfigError if nothing trains there, no step is left or another trace
+    is under way, FlowTrainError if the run ends before a step is traced. An interrupt leaves a trace that
+    has begun to the run.
     """
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps ({steps}) must be between 1 and {MAX_STEPS}")
@@ -121,8 +122,9 @@ def _wait(run: RunDir, request: TraceRequest, progress: Callable[[TraceAnswer], 
 
 
 def _window(run: RunDir, request: TraceRequest, answer: TraceAnswer) -> TraceWindow:
-    if answer.directory is None:
-        raise FlowTrainError(f"{run.root}: nothing was recorded: {answer.reason}")
+    if answer.directory is None or answer.last_step < answer.first_step:
+        where = f"; what was recorded until then is in {answer.directory}" if answer.directory is not None else ""
+        raise FlowTrainError(f"{run.root}: no step was left to trace: {answer.reason}{where}")
     directory = run.root / answer.directory
     others = sorted(path for path in directory.iterdir() if path.name != "trace.json")
     notes = [answer.reason] if answer.reason else []

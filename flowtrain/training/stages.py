@@ -266,7 +266,10 @@ class Stages:
 
 
 def span_args(name: str, action: Action, batch: PackedBatch, tp_rank: int) -> dict[str, Any]:
-    """Return what the trace says of a stage's work; the forward of the first stage consumes the features."""
+    """Return what the trace says of a stage's work; the forward of the first stage consumes the features.
+
+    Images are counted only where ranks compute their features: elsewhere none enter, which would read as a fault.
+    """
     is_first = action.module is StageModule.BACKBONE and action.stage == 0 and tp_rank == 0
     return {
         "consumes": batch.positions if is_first and name == "forward" else (),
@@ -274,5 +277,5 @@ def span_args(name: str, action: Action, batch: PackedBatch, tp_rank: int) -> di
         "module": action.module.value,
         "stage": action.stage,
         "num_tokens": batch.num_tokens,
-        "images": 0 if batch.images is None else len(batch.images.sizes),
+        **({} if batch.images is None else {"images": len(batch.images.sizes)}),
     }

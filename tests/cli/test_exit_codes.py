@@ -7,7 +7,7 @@ import errno
 import pytest
 import typer
 
-from flowtrain.cli.exit_codes import EXIT_FAILED, EXIT_REFUSED, errors_to_exit_codes
+from flowtrain.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, errors_to_exit_codes
 from flowtrain.errors import ConfigError, FlowTrainError, NonFiniteError, RunFileError
 
 
@@ -23,6 +23,20 @@ def test_an_error_of_ours_is_one_message(error: FlowTrainError, code: int, capsy
     with pytest.raises(typer.Exit) as caught, errors_to_exit_codes():
         raise error
     assert caught.value.exit_code == code and capsys.readouterr().err == f"flowtrain: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "code"),
+    [(NonFiniteError("diverged"), "diverged", EXIT_FAILED), (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED)],
+)
+def test_notes_of_an_error_follow_its_message(
+    error: BaseException, text: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error.add_note("the report of the run: runs/x/report.html")
+    with pytest.raises(typer.Exit) as caught, errors_to_exit_codes():
+        raise error
+    assert caught.value.exit_code == code
+    assert capsys.readouterr().err == f"flowtrain: {text}\nflowtrain: the report of the run: runs/x/report.html\n"
 
 
 def test_a_disk_that_takes_no_data_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

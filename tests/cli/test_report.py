@@ -32,6 +32,11 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+def facts_of(output: str) -> dict[str, str]:
+    """What ``status`` has printed, by name."""
+    return dict(re.split("  +", line.strip(), maxsplit=1) for line in output.splitlines()[1:])
+
+
 def test_a_report_is_written_into_the_runs_directory(directory: Path) -> None:
     code, output, _ = run("report", "one", "--no-thumbnails")
     file = directory / "report.html"
@@ -74,14 +79,33 @@ def test_steps_of_the_timeline(directory: Path) -> None:
 def test_status_of_a_run(directory: Path) -> None:
     code, output, _ = run("status", "one")
     assert code == 0
-    first, *lines = output.splitlines()
-    assert first == "one  done"
-    facts = dict(re.split("  +", line.strip(), maxsplit=1) for line in lines)
+    assert output.splitlines()[0] == "one  done"
+    facts = facts_of(output)
     assert facts["step"] == "30 of 30" and facts["mode"] == "decoupled"
     assert facts["waits"].startswith("backbone starved ") and "encoders blocked" in facts["waits"]
     assert facts["pool"].endswith("of 51.13 MiB") and facts["directory"] == str(directory)
     code, output, _ = run("status", "one", "--json")
     assert code == 0 and json.loads(output)["state"] == "done"
+
+
+def test_status_shows_the_whole_reason_of_a_failure(directory: Path) -> None:
+    reason = f"step 12: training diverged: {'x' * 400}. Ways out: a lower training.learning_rate"
+    write_lines(directory / "events.jsonl", [started(), event("run_ended", 30, 30.0, outcome="failed", reason=reason)])
+    code, output, _ = run("status", "one")
+    words = "".join(line.removeprefix(" " * 2) for line in output.splitlines())
+    assert code == 0 and "Ways out: a lower training.learning_rate" in re.sub(" +", " ", words)
+
+
+def test_status_says_what_a_killed_run_has_lost(directory: Path) -> None:
+    write_lines(directory / "events.jsonl", [started(num_steps=100)])
+    facts = facts_of(run("status", "one")[1])
+    assert facts["checkpoint"] == "none"
+    assert facts["resume"] == "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 30 are lost"
+    saved = event("checkpoint", 29, 29.5, duration_s=1.0, nbytes=1, best_of=None)
+    write_lines(directory / "events.jsonl", [started(num_steps=100), saved])
+    facts = facts_of(run("status", "one")[1])
+    assert facts["checkpoint"] == "after step 29"
+    assert facts["resume"] == "flowtrain train --resume goes on after step 29; step 30 is lost"
 
 
 def test_no_text_of_a_run_can_steer_the_terminal(directory: Path) -> None:

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from flowtrain import api
 from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
-from flowtrain.observability.run_dir import RunDir, open_run_dir
-from flowtrain.observability.trace_request import TraceAnswer, TraceState, TraceWindow
+from flowtrain.observability import trace_request
+from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir
+from flowtrain.observability.trace_request import TraceAnswer, TraceRequest, TraceState, TraceWindow
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -46,3 +47,14 @@ def test_a_run_that_does_not_train_is_refused(run: RunDir) -> None:
 def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path / "none")])
     assert result.exit_code == 2 and "no run" in result.stderr
+
+
+def test_a_run_that_has_no_step_left_fails_the_command(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(run: RunDir, request: TraceRequest, progress: object) -> TraceAnswer:
+        return TraceAnswer(request.id, TraceState.DONE, None, 41, 40, "the run ended after step 40")
+
+    monkeypatch.setattr(trace_request, "_wait", answer)
+    with held_run_dir(load_config(run.config)):
+        result = CliRunner().invoke(app, ["trace", str(run.root), "--steps", "100"])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "no step was left to trace: the run ended after step 40" in result.stderr

@@ -11,8 +11,9 @@ import pytest
 from flowtrain.config.load import dump_resolved, load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.run_report import report_at_end
-from flowtrain.errors import WorkerLostError
+from flowtrain.errors import ConfigError, WorkerLostError
 from flowtrain.observability.run_dir import held_run_dir
+from flowtrain.training import checkpoint_store
 from tests.report.runs import write_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -27,6 +28,13 @@ def config(tmp_path: Path) -> RunConfig:
     return config
 
 
+def write_checkpoint(checkpoints: Path, step: int) -> None:
+    temporary = checkpoint_store.temporary_directory(checkpoints, step, "nonce")
+    temporary.mkdir(parents=True)
+    meta = checkpoint_store.CheckpointMeta(step, {}, "digest", 1, 1, "torch")
+    checkpoint_store.commit(temporary, meta, keep=10)
+
+
 def test_a_run_that_ends_well_or_badly_gets_its_report(config: RunConfig, tmp_path: Path) -> None:
     report = tmp_path / "quickstart" / "report.html"
     with report_at_end(config) as ending:
@@ -38,6 +46,37 @@ def test_a_run_that_ends_well_or_badly_gets_its_report(config: RunConfig, tmp_pa
     with pytest.raises(WorkerLostError, match="it died"), report_at_end(config):
         raise WorkerLostError("it died")
     assert report.is_file()
+
+
+def test_an_error_names_the_report_or_the_directory(config: RunConfig, tmp_path: Path) -> None:
+    directory = tmp_path / "quickstart"
+    for each, note in (
+        (config, f"the report of the run: {directory / 'report.html'}"),
+        (override_config(config, ["observability.report=false"]), f"the run is in {directory}"),
+    ):
+        with pytest.raises(WorkerLostError) as caught, report_at_end(each):
+            raise WorkerLostError("it died")
+        assert caught.value.__notes__ == [note]
+    for name, error in (("quickstart", ConfigError("refused")), ("other", WorkerLostError("it died"))):
+        with pytest.raises(type(error)), report_at_end(override_config(config, [f"name={name}"])):
+            raise error
+        assert not hasattr(error, "__notes__"), "there is nothing to read"
+
+
+def test_an_interrupt_says_what_is_lost_and_how_to_get_the_report(config: RunConfig, tmp_path: Path) -> None:
+    directory = tmp_path / "quickstart"
+    for checkpoint, text in (
+        (None, "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 20 are lost"),
+        (12, "flowtrain train --resume goes on after step 12; steps 13 to 20 are lost"),
+    ):
+        if checkpoint is not None:
+            write_checkpoint(directory / "checkpoints", checkpoint)
+        with pytest.raises(KeyboardInterrupt) as caught, report_at_end(config):
+            raise KeyboardInterrupt
+        assert caught.value.__notes__ == [f"{directory}: {text}", f"flowtrain report {directory} writes its report"]
+    with pytest.raises(KeyboardInterrupt) as caught, report_at_end(override_config(config, ["name=other"])):
+        raise KeyboardInterrupt
+    assert not hasattr(caught.value, "__notes__"), "the run had not begun"
 
 
 def test_nothing_is_written_if_it_is_off_or_interrupted(config: RunConfig, tmp_path: Path) -> None:

@@ -153,3 +153,16 @@ def test_a_directory_that_cannot_be_written_ends_no_run(
     assert not traces.has_window
     traces.close()
     assert any("trace.json could not be written" in message for message in caplog.messages)
+
+
+def test_a_window_without_a_span_leaves_no_directory(files: RunDir) -> None:
+    traces = RunTraces(files, num_done=0, num_steps=0)
+    directory = traces.open_window(TraceSteps(1, 2))
+    assert traces.drop_window() and not directory.exists() and not traces.has_window
+    directory = traces.open_window(TraceSteps(1, 2))
+    traces.take(spans_of(1))
+    assert not traces.drop_window() and names(directory / "trace.json") == ["step 1"]
+    directory = traces.open_window(TraceSteps(3, 4))
+    (directory / "profiler-backbone.json").touch()
+    assert not traces.drop_window() and (directory / "profiler-backbone.json").exists()
+    assert not traces.drop_window(), "no window is open"

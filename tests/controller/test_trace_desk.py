@@ -18,7 +18,7 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace_request import TraceAnswer, TraceState, read_answer
 from flowtrain.types.tracing import TraceOrder, TraceSteps
 from tests.controller.fake_ray import FakeRay, Ref, died
-from tests.controller.test_run_traces import run
+from tests.controller.test_run_traces import run, spans_of
 from tests.disk import full_from
 
 FIRST, NUM_STEPS = 4, 20
@@ -196,3 +196,27 @@ def test_whoever_asked_learns_that_the_disk_was_full(world: World) -> None:
     world.request("b", steps=1)
     world.desk.close()
     assert world.answer.reason == "the run ended after step 5", "the next one is whole again"
+
+
+def test_after_the_last_step_has_begun_a_request_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.desk, "_num_steps", FIRST - 1)
+    world.request("a", steps=100)
+    assert world.answer.state is TraceState.REFUSED and world.backbone.orders == []
+    assert "no step is left to trace: the run has begun all of its 3 steps" in (world.answer.reason or "")
+    assert not world.files.windows.exists()
+
+
+def test_a_run_that_ends_before_the_first_step_says_so_and_leaves_no_directory(world: World) -> None:
+    world.request("a", steps=5)
+    world.desk.close()
+    reason = "the run ended after step 3, before step 4 was done"
+    assert world.answer == TraceAnswer("a", TraceState.DONE, None, 4, 3, reason)
+    assert list(world.files.windows.iterdir()) == [] and world.notes[-1] == f"traced no step: {reason}"
+
+
+def test_what_was_recorded_of_a_first_step_that_was_not_done_is_kept(world: World) -> None:
+    world.request("a", steps=5)
+    world.traces.take(spans_of(4))
+    world.desk.close()
+    assert (world.answer.directory, world.answer.last_step) == ("traces/steps-4-8", 3)
+    assert (world.files.windows / "steps-4-8" / "trace.json").is_file()

@@ -173,3 +173,15 @@ def test_an_answer_comes_back_as_it_went_in(config: RunConfig) -> None:
     assert read_answer(run) == answer
     (run.root / ".trace-answer.json").write_text(json.dumps({"id": "a", "state": "unheard of"}))
     assert read_answer(run) is None
+
+
+@pytest.mark.parametrize(("directory", "where"), [(None, ""), ("traces/steps-13-17", "; what was recorded until then")])
+def test_a_window_without_a_step_is_an_error(config: RunConfig, directory: str | None, where: str) -> None:
+    run = run_dir(config)
+
+    def end(request: TraceRequest) -> None:
+        answer_request(run, TraceAnswer(request.id, TraceState.DONE, directory, 13, 12, "the run ended after step 12"))
+
+    with training(run, config, end), pytest.raises(FlowTrainError) as caught:
+        request_trace(run, 5)
+    assert f"no step was left to trace: the run ended after step 12{where}" in str(caught.value)

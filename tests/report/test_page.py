@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,23 @@ def test_a_failed_run_says_why_first(directory: Path) -> None:
     assert marks.text == "Loss" and "encoder-1 restarted" in page.by_id("learning").text
 
 
+def test_skipped_steps_in_a_row_are_one_fault_with_its_reason(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = [step_record(step, rng) for step in range(1, 31)]
+    for step in (*range(2, 13), 20, 21, 25):
+        records[step - 1].update(skipped=True, spike=step in (20, 25))
+    del records[24]["spike"]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    (tmp_path / "config.yaml").write_text("name: skips\n")
+    rows = [[cell.text for cell in line.all("td")] for line in page_of(tmp_path).by_id("faults").all("tr")[1:]]
+    assert [cells[-3:] for cells in rows] == [
+        ["2-12", "skipped steps", "loss or gradients were not finite; no update"],
+        ["20", "skipped step", "the loss was a spike; no update"],
+        ["21", "skipped step", "loss or gradients were not finite; no update"],
+        ["25", "skipped step", "loss or gradients were not finite or the loss was a spike; no update"],
+    ]
+
+
 def test_a_killed_run_of_an_earlier_version(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     records = [step_record(step, rng) for step in range(1, 31)]
@@ -218,6 +236,12 @@ def test_a_killed_run_of_an_earlier_version(tmp_path: Path) -> None:
     assert page.all("h1")[0].text == "old ended without a word"
     assert "30 of 100 steps" in classes(page, "lead")[0]
     assert "the run is of an earlier version" in page.by_id("glance").text
+    text = "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 30 are lost"
+    assert f"Resume: {text}." in page.by_id("glance").text
+    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000020").mkdir()
+    text = "flowtrain train --resume goes on after step 20; steps 21 to 30 are lost"
+    assert f"Resume: {text}." in page_of(tmp_path).by_id("glance").text
     assert "held-out: from 4.50 at step 10" in page.by_id("loss-chart-desc").text
     faults = page.by_id("faults").text
     assert "skipped step" in faults and "weights and optimizer went back to the checkpoint of step 10" in faults
@@ -313,6 +337,20 @@ def test_generated_texts_of_one_sample_are_together(directory: Path) -> None:
     assert second.name == "article"
 
 
+def test_an_empty_answer_is_named(directory: Path) -> None:
+    write_lines(
+        directory / "events.jsonl",
+        [
+            event("evaluation", step, float(step), name="e", loss=1.0, generated=[
+                {"source": "s", "row": 1, "prompt": "p", "reference": "r", "text": text, "images": []}
+            ])
+            for step, text in ((10, ""), (20, "seen"), (30, " \n"))
+        ],
+    )  # fmt: skip
+    (card,) = page_of(directory).all("article")
+    assert [node.text for node in card.all("dd")] == ["p", "r", "(empty)", "seen", "(empty)"]
+
+
 def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Path) -> None:
     page = page_of(directory, options=ReportOptions((5, 6), thumbnails=False))
     assert page.by_id("gantt-title").text == "Steps 5 to 6"
@@ -324,13 +362,25 @@ def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Pat
     page = page_of(directory, options=ReportOptions((30, 31), thumbnails=False))
     assert page.by_id("gantt-title").text == "Steps 30 to 31"
     assert "flowtrain report RUN --steps 29-32 shows" in page_of(directory).text
-    for name in ("steps-101-110", "steps-101-110-2"):  # after a resume, the same steps again
+    for name in ("steps-41-50", "steps-41-50-2"):  # after a resume, the same steps again
         (window.parent / name).mkdir()
-        write_trace(window.parent / name / "trace.json", range(101, 111))
-    assert "recorded steps 29-32, 101-110: flowtrain report RUN --steps 101-110" in page_of(directory).text
+        write_trace(window.parent / name / "trace.json", range(41, 51))
+    assert "recorded steps 29-32, 41-50: flowtrain report RUN --steps 41-50" in page_of(directory).text
     (directory / "trace.json").unlink()
     with pytest.raises(ConfigError, match="it has no whole step"):
         build_report([directory], ReportOptions((1, 1)))
+
+
+def test_only_steps_that_a_window_has_are_advised(directory: Path) -> None:
+    for name, steps in (("steps-41-50", range(41, 44)), ("steps-61-61", range(0))):  # the run ended meanwhile
+        window = directory / "traces" / name
+        window.mkdir(parents=True)
+        write_trace(window / "trace.json", steps)
+    assert "recorded steps 41-43: flowtrain report RUN --steps 41-43 shows" in page_of(directory).text
+    page = page_of(directory, options=ReportOptions((41, 43), thumbnails=False))
+    assert page.by_id("gantt-title").text == "Steps 41 to 43"
+    shutil.rmtree(directory / "traces" / "steps-41-50")
+    assert "flowtrain trace has recorded" not in page_of(directory).text
 
 
 def test_what_was_planned_is_beside_what_came_out(directory: Path) -> None:

@@ -100,6 +100,16 @@ def test_an_empty_run_and_a_damaged_one_are_noted(tmp_path: Path) -> None:
     assert others[2].startswith("profile.json cannot be read")
 
 
+def test_a_file_of_events_that_is_damaged_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: new\n")
+    write_lines(tmp_path / "metrics.jsonl", [step_record(1, np.random.default_rng(0))])
+    (tmp_path / "events.jsonl").write_text("rubbish\n")
+    assert read_run(tmp_path).notes == (
+        "events.jsonl: line 1 cannot be read as JSON objects; they are left out",
+        "events.jsonl has no event, so that restarts, checkpoints and how it ended are not known",
+    )
+
+
 def test_steps_and_encoders_of_a_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, num_steps=30))
     assert (run.name, run.mode, run.num_steps, run.num_encoders) == ("quickstart", "decoupled", 30, 2)

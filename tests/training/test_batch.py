@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import DataError
-from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
+from flowtrain.pipeline.actions import Action, ActionKind
+from flowtrain.training.batch import ImageBatch, PackedBatch, SampleArrays, build_batch
+from flowtrain.training.stages import span_args
 
 IMAGE_TOKEN, FEATURE_DIM = 9, 3
 
@@ -41,6 +45,14 @@ def test_two_samples_side_by_side():
     assert batch.features.tolist() == [[4.0] * 3] * 2
     assert (batch.max_seqlen, batch.sequence_lengths) == (5, (5, 2))
     assert (batch.num_samples, batch.num_tokens, batch.num_target_tokens) == (2, 7, 3)
+
+
+def test_a_span_counts_images_only_where_ranks_compute_their_features() -> None:
+    batch, action = build([sample(4, [1, 2], [-100, 2])]), Action(ActionKind.FORWARD_STAGE, 0, 0)
+    args = span_args("forward", action, batch, 0)
+    assert "images" not in args and args["num_tokens"] == 2
+    for sizes in (((28, 28), (28, 56)), ()):
+        assert span_args("forward", action, replace(batch, images=ImageBatch(sizes)), 0)["images"] == len(sizes)
 
 
 def test_a_stage_behind_the_first_needs_no_features():

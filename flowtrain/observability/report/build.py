@@ -152,9 +152,14 @@ def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -
 
 
 def _windows(run: RunData) -> list[tuple[int, int, Path]]:
-    """Return first step, last step and file of each window of ``flowtrain trace``, in the order of steps."""
-    found = ((_WINDOW.match(path.parent.name), path) for path in run.files.windows.glob("*/trace.json"))
-    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
+    """Return first whole step, last one and file of each window of ``flowtrain trace`` that has one, in order."""
+    found: list[tuple[int, int, Path]] = []
+    for path in run.files.windows.glob("*/trace.json"):
+        if match := _WINDOW.match(path.parent.name):
+            asked = range(int(match[1]), int(match[2]) + 1)  # a run that ended earlier has fewer
+            steps = [step for step in step_ends(read_trace(path, Notes()), run.steps) if step in asked]
+            found += [(steps[0], steps[-1], path)] if steps else []
+    return sorted(found)
 
 
 def _windows_note(run: RunData) -> Markup | None:

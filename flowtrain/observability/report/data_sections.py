@@ -193,7 +193,7 @@ def _card(sample: Generated, pictures: Pictures, key: str) -> Markup:
     ]
     step, text = sample.texts[-1]
     earlier = [
-        [element("dt", f"after step {before:,}"), element("dd", cut(words), class_="text")]
+        [element("dt", f"after step {before:,}"), _answer(words)]
         for before, words in reversed(sample.texts[-1 - MAX_EARLIER : -1])
     ]
     return element(
@@ -207,11 +207,18 @@ def _card(sample: Generated, pictures: Pictures, key: str) -> Markup:
             element("dt", "Answer in the data"),
             element("dd", cut(sample.reference), class_="text"),
             element("dt", f"Generated after step {step:,}"),
-            element("dd", cut(text), class_="text"),
+            _answer(text),
         ),
         element("details", element("summary", "Earlier"), element("dl", earlier)) if earlier else None,
         class_="sample",
     )
+
+
+def _answer(text: str) -> Markup:
+    """Return what a model said; an empty answer is named, since nothing would look like a fault of the page."""
+    if not text.strip():
+        return element("dd", "(empty)", class_="muted")
+    return element("dd", cut(text), class_="text")
 
 
 def transports_table(run: RunData) -> Markup | None:

@@ -53,6 +53,29 @@ class Outcome:
     num_starts: int
     last_s: float | None
     """When the last step or event was."""
+    checkpoint_step: int | None
+    """Of the last complete checkpoint; None: there is none."""
+
+    @property
+    def resume(self) -> str:
+        """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
+        is_short = self.num_steps is None or self.step < self.num_steps
+        if self.state in (State.STOPPED, State.KILLED) and is_short:
+            return resume_text(self.step, self.checkpoint_step)
+        return ""
+
+
+def resume_text(step: int, checkpoint_step: int | None) -> str:
+    """Return where ``--resume`` would go on, and which steps are lost.
+
+    step: the last one that was done. checkpoint_step: of the last complete checkpoint; None: there is none.
+    """
+    first_lost = (checkpoint_step or 0) + 1
+    lost = f"step {step:,} is" if step == first_lost else f"steps {first_lost:,} to {step:,} are"
+    lost = f"; {lost} lost" if step >= first_lost else ""
+    if checkpoint_step is None:
+        return f"there is no checkpoint, so flowtrain train --resume begins anew{lost}"
+    return f"flowtrain train --resume goes on after step {checkpoint_step:,}{lost}"
 
 
 def outcome_of(run: RunData, now: float | None = None) -> Outcome:
@@ -83,7 +106,17 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
         duration_s: float | None = sum(spent)
     else:
         duration_s = end_s - started_s if end_s is not None and started_s is not None else None
-    return Outcome(state, reason, step, num_steps, started_s, duration_s, max(len(starts), 1), last_s)
+    return Outcome(
+        state, reason, step, num_steps, started_s, duration_s, max(len(starts), 1), last_s, _checkpoint_step(run)
+    )
+
+
+def _checkpoint_step(run: RunData) -> int | None:
+    steps = [as_number(event.get("step")) for event in run.of_kind("checkpoint")]
+    if not run.events:  # of an earlier version, or damaged: names of directories tell it too
+        names = (path.name.removeprefix("step-") for path in run.files.checkpoints.glob("step-*"))
+        steps = [float(name) for name in names if name.isdecimal()]
+    return int(max(steps)) if steps and math.isfinite(max(steps)) else None
 
 
 def _first_time(run: RunData) -> float | None:

@@ -141,10 +141,11 @@ def read_run(root: str | os.PathLike[str], last_nbytes: int | None = None) -> Ru
         notes.add("the run has not finished a step")
     events = _events(files.events, notes)
     if len(steps) and not events:
-        notes.add(
-            f"there is no {files.events.name}: the run is of an earlier version, so that restarts, checkpoints and how "
-            "it ended are not known"
+        name = files.events.name
+        why = (
+            f"{name} has no event" if files.events.exists() else f"there is no {name}: the run is of an earlier version"
         )
+        notes.add(f"{why}, so that restarts, checkpoints and how it ended are not known")
     return RunData(
         files=files,
         config=config,

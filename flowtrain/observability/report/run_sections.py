@@ -27,6 +27,8 @@ PILL = {
     State.EMPTY: "empty",
 }
 """The style sheet's name of each state."""
+_SKIP_REASONS = {0.0: "loss or gradients were not finite", 1.0: "the loss was a spike"}
+"""Why a step made no update, by whether its loss was a spike."""
 
 
 def lead(run: RunData, outcome: Outcome) -> str:
@@ -58,14 +60,15 @@ def verdict_box(outcome: Outcome, verdict: Verdict) -> Markup:
         said.append(
             element(
                 "p",
-                "The run ended without a word: it was killed, or its machine was. flowtrain train --resume goes on "
-                "from its last checkpoint.",
+                "The run ended without a word: it was killed, or its machine was.",
                 class_="first",
             )
         )
     elif outcome.state is State.EMPTY:
         tone = "warn"
         said.append(element("p", "The run has not finished a step.", class_="first"))
+    if outcome.resume:
+        said.append(element("p", f"Resume: {outcome.resume}."))
     if outcome.step:
         said.append(element("p", verdict.limit, class_=None if said else "first"))
         said += [element("p", line, class_="muted") for line in verdict.advice]
@@ -223,7 +226,7 @@ def faults_table(run: RunData) -> Markup | None:
     rows: list[list[Cell | str]] = [
         [
             Cell(moment(time_s if math.isfinite(time_s) else None), tone="when"),
-            number_cell(f"{step:,.0f}" if math.isfinite(step) else MISSING),
+            number_cell(step),
             what,
             text_cell(text),
         ]
@@ -232,10 +235,10 @@ def faults_table(run: RunData) -> Markup | None:
     return table(f"Faults and restarts{more}", ("when", "step", "what", "details"), rows)
 
 
-def _faults(run: RunData) -> Iterator[tuple[float, float, str, str]]:
+def _faults(run: RunData) -> Iterator[tuple[float, str, str, str]]:
     """Yield (time, step, what, text)."""
     for event in run.events:
-        kind, time_s, step = event.get("event"), event_time(event), as_number(event.get("step"))
+        kind, time_s, step = event.get("event"), event_time(event), _step_text(as_number(event.get("step")))
         if kind == "restart":
             down = as_number(event.get("down_s"))
             after = f"; down for {duration(down)}" if math.isfinite(down) else ""
@@ -246,13 +249,31 @@ def _faults(run: RunData) -> Iterator[tuple[float, float, str, str]]:
             yield time_s, step, "warning", as_text(event.get("text"))
         elif kind == "run_ended" and event.get("outcome") != "done":
             yield time_s, step, as_text(event.get("outcome")), as_text(event.get("reason"))
+    yield from _skipped(run)
     times = run.steps["timestamp"]
-    for place in np.flatnonzero(run.steps["skipped"] == 1):
-        text = "loss or gradients were not finite, or the loss was a spike; no update"
-        yield float(times[place]), float(run.steps.step[place]), "skipped step", text
     for place in np.flatnonzero(np.isfinite(run.steps["rewound_to"])):
         text = f"weights and optimizer went back to the checkpoint of step {run.steps['rewound_to'][place]:,.0f}"
-        yield float(times[place]), float(run.steps.step[place]), "rewind", text
+        yield float(times[place]), _step_text(float(run.steps.step[place])), "rewind", text
+
+
+def _step_text(step: float) -> str:
+    return f"{step:,.0f}" if math.isfinite(step) else MISSING
+
+
+def _skipped(run: RunData) -> Iterator[tuple[float, str, str, str]]:
+    """Yield steps without an update as ``_faults`` does; those in a row, for one reason, are one."""
+    rows: list[tuple[float, int, int, str]] = []
+    for place in np.flatnonzero(run.steps["skipped"] == 1):
+        time_s, step = float(run.steps["timestamp"][place]), int(run.steps.step[place])
+        why = _SKIP_REASONS.get(float(run.steps["spike"][place]), " or ".join(_SKIP_REASONS.values()))
+        if rows and rows[-1][2:] == (step - 1, why):
+            time_s, first, *_ = rows.pop()
+        else:
+            first = step
+        rows.append((time_s, first, step, why))
+    for time_s, first, last, why in rows:
+        steps = _step_text(first) if first == last else f"{_step_text(first)}-{_step_text(last)}"
+        yield time_s, steps, "skipped step" if first == last else "skipped steps", f"{why}; no update"
 
 
 def checkpoints_table(run: RunData) -> Markup | None:

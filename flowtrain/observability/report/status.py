@@ -11,8 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.observability.report.outcome import State, eval_points, median, outcome_of, ratio, steady_steps
-from flowtrain.observability.report.reading import TAIL_NBYTES, as_number, as_text
+from flowtrain.observability.report.outcome import (
+    State,
+    eval_points,
+    median,
+    outcome_of,
+    ratio,
+    steady_steps,
+)
+from flowtrain.observability.report.reading import TAIL_NBYTES, as_text
 from flowtrain.observability.report.run_data import RunData, event_time, read_run
 
 STATUS_SCHEMA = 1
@@ -56,7 +63,9 @@ class RunStatus:
     num_rejected: int
     num_skipped: int
     checkpoint_step: int | None
-    """Of the last complete checkpoint that the run told of."""
+    """Of the last complete checkpoint; None: there is none."""
+    resume: str
+    """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
     warnings: tuple[str, ...]
     """The last warnings."""
     notes: tuple[str, ...]
@@ -86,7 +95,6 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
     seconds_a_step = _pace(run)
     left = outcome.num_steps - outcome.step if outcome.num_steps is not None else None
     is_running = outcome.state is State.RUNNING
-    checkpoints = [as_number(event.get("step")) for event in run.of_kind("checkpoint")]
     warnings = [as_text(event.get("text")) for event in run.of_kind("note") if event.get("level") == "warning"]
     return RunStatus(
         name=run.name,
@@ -111,7 +119,8 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         num_restarts=len(run.of_kind("restart")),
         num_rejected=int(steps.last("rejected") or 0),
         num_skipped=int(steps.last("skipped_steps") or 0),
-        checkpoint_step=int(max(checkpoints)) if checkpoints and math.isfinite(max(checkpoints)) else None,
+        checkpoint_step=outcome.checkpoint_step,
+        resume=outcome.resume,
         warnings=tuple(warnings[-3:]),
         notes=run.notes,
         emulated=steps.emulated,

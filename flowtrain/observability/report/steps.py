@@ -98,6 +98,8 @@ def _row(record: Mapping[str, Any], step: int) -> dict[str, float]:
     row = {name: as_number(record[name]) for name in NUMBERS if record.get(name) is not None and name not in left_out}
     row["step"] = float(step)
     row["skipped"] = float(record.get("skipped") is True)
+    if isinstance(record.get("spike"), bool):  # earlier versions did not say
+        row["spike"] = float(record["spike"])
     for name, loss in _items(record.get("source_losses")):
         row[_SOURCE + name] = loss
     slots = [value for value in map(as_number, as_list(record.get("slot_imbalance"))) if math.isfinite(value)]

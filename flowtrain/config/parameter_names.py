@@ -7,7 +7,7 @@ A key of ``model.freeze`` or ``training.learning_rates`` is the name of a module
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -66,12 +66,22 @@ class ParameterNames:
 
     def hint(self, pattern: str) -> str:
         """Return the way out for a pattern that matches nothing: a pattern that does, or the names most like it."""
-        for longer in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
-            if found := self.named_by(longer):
-                return f"did you mean {longer!r}, which names {len(found)}?"
+        longer = (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*")
+        for other in (*longer, *_without_first_parts(pattern)):
+            if found := self.named_by(other):
+                return f"did you mean {other!r}, which names {len(found)}?"
         # Compared with as much of each name as the pattern has parts: a short pattern is like no long name.
         depth, parts = pattern.count(".") + 1, dict[str, str]()
         for name in (name for names in self.of_each.values() for name in names):
             parts.setdefault(".".join(name.split(".")[:depth]), name)
         near = difflib.get_close_matches(pattern, parts, _NUM_NEAREST, cutoff=0.0)
         return f"the nearest are {', '.join(parts[part] for part in near)}"
+
+
+def _without_first_parts(pattern: str) -> Iterator[str]:
+    """Yield a pattern without one first part, without two, and so on: a whole Hugging Face class has other ones."""
+    parts = pattern.split(".")
+    for index in range(1, len(parts)):
+        named = (part for part in parts[index:] if part not in ("weight", "bias"))
+        if any(character.isalpha() for part in named for character in part):  # numbers alone would match by chance
+            yield f"*{'.'.join(parts[index:])}"

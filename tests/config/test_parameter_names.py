@@ -67,6 +67,8 @@ def test_modules_share_out_all_parameters() -> None:
     [
         ("language_model.model.layers.1", "did you mean 'language_model.model.layers.1.*', which names 3?"),
         ("model.layers.3.*", "did you mean '*model.layers.3.*', which names 3?"),
+        ("model.language_model.embed_tokens.weight", "did you mean '*embed_tokens.weight', which names 1?"),
+        ("model.multi_modal_projector.linear_1.*", "did you mean '*linear_1.*', which names "),
         ("language_model.model.layer.3.*", "the nearest are language_model.model.layers.3."),
     ],
 )

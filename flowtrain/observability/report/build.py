@@ -202,8 +202,8 @@ _PAIRED = element(
     "p",
     "Steps are compared with the step of the same number. Neighbouring steps are alike, so an interval is that of the "
     "means of ten blocks of steps. Differences whose interval leaves out 0 are coloured. Rates leave out the first "
-    "step of each start, and are geometric means of the steps' ratios: the figures above divide all tokens by all time, so "
-    "there one long step counts for more. Same plans: steps that packed the same samples in the same way.",
+    "step of each start. They are geometric means of the steps' ratios; the figures above divide all tokens by all "
+    "time, so there one long step counts for more. Same plans: steps that packed the same samples in the same way.",
     class_="muted",
 )
 

@@ -101,9 +101,11 @@ def train(
     # Ray and torch are imported only once the configuration is known to be good.
     with loading(start.config):
         from flowtrain.controller.auto_mode import planned_on_cluster
+        from flowtrain.controller.first_weights import check_first_weights
         from flowtrain.controller.run import run_training
         from flowtrain.controller.run_report import report_at_end
 
+    check_first_weights(start.config, resume)  # before a cluster is started, also for a plan
     with report_at_end(start.config) as ending:
         if not start.is_open:
             return run_training(start.config, resume, plan=start.plan, callbacks=callbacks)
@@ -131,7 +133,9 @@ def dry_run(
     start = start_of(config, overrides, resume, plan, devices)
     check_run_dir(start.config, resume)
     from flowtrain.controller.dry_run import foresee_run
+    from flowtrain.controller.first_weights import check_first_weights
 
+    check_first_weights(start.config, resume)
     if not start.is_open:
         return foresee_run(start.config, resume, start.plan)
     from flowtrain.controller.auto_mode import planned_here

@@ -133,10 +133,10 @@ class StoredWeights:
         if tuple(found) in (tuple(expected), before_growth):
             return
         grown = ""
-        if before_growth != tuple(expected):  # else a number would be shown that stands in no file
+        if before_growth != tuple(expected):  # the grown number stands in no file of the user's
             grown = (
-                f" by its vocab_size ({self._file_vocab_size}); {expected[0]} rows are not in any file: to these the "
-                "vocabulary would grow, the tokenizer's length rounded up"
+                f" by its vocab_size ({self._file_vocab_size}), which would grow to {expected[0]}, the tokenizer's "
+                "length rounded up"
             )
         raise ConfigError(
             f"{self._files.key}: {stored_as} of {self._files.path!r} has shape {list(found)}, the model "

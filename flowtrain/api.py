@@ -105,9 +105,11 @@ def train(
     # Ray and torch are imported only once the configuration is known to be good.
     with loading(start.config):
         from flowtrain.controller.auto_mode import planned_on_cluster
+        from flowtrain.controller.first_weights import check_first_weights
         from flowtrain.controller.run import run_training
         from flowtrain.controller.run_report import report_at_end
 
+    check_first_weights(start.config, resume)  # before a cluster is started, also for a plan
     with report_at_end(start.config) as ending:
         if not start.is_open:
             return run_training(start.config, resume, plan=start.plan, callbacks=given)
@@ -137,7 +139,9 @@ def dry_run(
     check_run_dir(start.config, resume)
     check_tracker_classes(start.config)
     from flowtrain.controller.dry_run import foresee_run
+    from flowtrain.controller.first_weights import check_first_weights
 
+    check_first_weights(start.config, resume)
     if not start.is_open:
         return foresee_run(start.config, resume, start.plan)
     from flowtrain.controller.auto_mode import planned_here

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     GotOcr2ImageProcessorPil,
@@ -127,9 +130,11 @@ def qwen3_vl(folder: Path) -> Path:
 
 
 def with_weights(folder: Path) -> Path:
-    """A whole checkpoint with random weights too."""
+    """A checkpoint with random weights too: a whole model, a language model or a tower."""
     config = AutoConfig.from_pretrained(folder)
-    AutoModelForImageTextToText.from_config(config, dtype=config.dtype).save_pretrained(folder)
+    classes = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel)
+    model_class: Any = next(each for each in classes if type(config) in each._model_mapping)
+    model_class.from_config(config, dtype=config.dtype or torch.float32).save_pretrained(folder)
     return folder
 
 

@@ -18,6 +18,7 @@ from flowtrain.types.plan import Degrees
 
 if TYPE_CHECKING:
     from flowtrain.allocator.run_memory import RunMemory
+    from flowtrain.controller.predict import ImageTokens
     from flowtrain.controller.prepare import RunSpec
     from flowtrain.controller.resume import Resumption
     from flowtrain.controller.summary import RunSummary
@@ -31,19 +32,18 @@ _ENCODER_PLACES = {
 
 
 def plan_tables(
-    run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]], resumes: bool = False
+    run_spec: RunSpec, image_tokens: Mapping[str, ImageTokens], resumes: bool = False
 ) -> tuple[Table, Table]:
     """The settings of a run, and its actors.
 
-    image_tokens: the fewest and the most tokens of an image, by encoder. resumes: the run starts from a checkpoint.
+    image_tokens: by encoder. resumes: the run starts from a checkpoint.
     """
     config, needs = run_spec.config, requirements(run_spec.plan)
     run = Table(title=f"run {config.name}", title_justify="left", show_header=False)
     run.add_row("mode", f"{config.mode}, {config.model.dtype}, family {config.model.family}")
     run.add_row("parameters", _parameters(run_spec))
-    for name, (fewest, most) in image_tokens.items():
-        several = "" if fewest == most else f" to {most:,} in the first step's samples"
-        run.add_row("tokens an image", f"{name}: {fewest:,}{several}")
+    for name, tokens in image_tokens.items():
+        run.add_row("tokens an image", f"{name}: {_image_tokens(tokens)}")
     run.add_row("steps", f"{run_spec.num_steps} of {config.training.global_batch_size} samples")
     for name, size in zip(run_spec.source_names, run_spec.source_sizes, strict=True):
         run.add_row(f"data {name}", f"{size:,} samples")
@@ -82,6 +82,15 @@ def plan_tables(
         actors.add_row(name, str(module.num_actors), f"{module.num_cpus:g}", f"{module.num_devices:g}", segment)
     actors.add_row("coordinator", "1", "0", "0", "-")
     return run, actors
+
+
+def _image_tokens(tokens: ImageTokens) -> str:
+    if tokens.fewest == tokens.most:
+        return f"{tokens.fewest:,}"
+    if tokens.are_seen:
+        return f"{tokens.fewest:,} to {tokens.most:,} in the first step's samples"
+    limits = f"the encoder's limits are {tokens.fewest:,} to {tokens.most:,}"
+    return f"unknown, as none of the first step's accepted samples has an image; {limits}"
 
 
 def memory_table(run_spec: RunSpec, memory: RunMemory) -> Table:

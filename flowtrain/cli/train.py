@@ -14,12 +14,15 @@ from rich.console import Console
 from flowtrain import api
 from flowtrain.cli.exit_codes import EXIT_INTERRUPTED
 from flowtrain.cli.mode_tables import choice_tables
+from flowtrain.cli.plain_text import one_line
 from flowtrain.cli.tables import memory_table, plan_tables, resume_table, summary_table
 
 if TYPE_CHECKING:
     from flowtrain.config.run import RunConfig
     from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.summary import RunSummary
+
+_MAX_WARNING = 2000
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool, plan: Path | None, devices: int | None) -> RunSummary:
@@ -40,7 +43,11 @@ def show_dry_run(config: Path, overrides: Sequence[str], resume: bool, plan: Pat
     tables = [] if report.memory is None else [memory_table(report.run, report.memory)]
     tables += [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
     resumes = resumption is not None and resumption.step is not None
-    Console().print(*plan_tables(report.run, report.image_tokens, resumes), *tables, sep="\n")
+    console = Console()
+    console.print(*plan_tables(report.run, report.image_tokens, resumes), *tables, sep="\n")
+    for warning in report.warnings:
+        text = one_line(f"warning: {warning}", _MAX_WARNING, console.encoding)  # it quotes the data
+        console.print(text, style="yellow", markup=False, highlight=False)
 
 
 def _show_choice(report: PlanReport) -> None:

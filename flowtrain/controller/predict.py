@@ -37,21 +37,33 @@ class SizedUnit:
     rejections: tuple[Rejection, ...]
 
 
-def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """The fewest and the most tokens of an image."""
+
+    fewest: int
+    most: int
+    are_seen: bool = True
+    """Whether images have them, of the first step's samples if they vary; else the encoder's own limits."""
+
+
+def image_tokens(run_spec: RunSpec) -> dict[str, ImageTokens]:
     """Return the fewest and the most tokens of an image, by encoder.
 
     If they depend on an image's size, they are those of the first step's samples (a sample with several images counts
-    with its mean). Raises DataError if these samples cannot be read.
+    with its mean), or the encoder's limits if none of them has an image and is accepted. Raises DataError if these
+    samples cannot be read.
     """
     config = run_spec.config
     if config.mode == "llm_only":  # there samples have no images, but as many tokens
         config = config.model_copy(update={"mode": "decoupled"})
         run_spec = replace(run_spec, config=config)
     family = family_from_config(config)
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, ImageTokens] = {}
     largest = min(_LARGE_SIDE, isqrt(config.data.max_image_pixels))
     for name in config.encoders:
         fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, largest))
+        found[name] = ImageTokens(fewest, most)
         if fewest < most:
             means = [
                 round(sample.num_vision_tokens / len(sample.image_nbytes))
@@ -60,8 +72,7 @@ def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
                 for part in sample.parts
                 if part.name == name and part.num_items
             ]
-            fewest, most = min(means, default=fewest), max(means, default=most)
-        found[name] = (fewest, most)
+            found[name] = ImageTokens(min(means), max(means)) if means else ImageTokens(fewest, most, are_seen=False)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -71,13 +71,24 @@ class StoredWeights:
     def _files(self) -> WeightFiles:
         return self._open_files()
 
+    def check(self) -> None:
+        """Raise ConfigError if weights are missing or have another shape; only the files' headers are read."""
+        self._matched(self._renamed())
+
     @cached_property
     def _stored_names(self) -> dict[str, str]:
         """Stored name of each tensor of the model; tied tensors may be stored under either name."""
-        found = self._renamed()
+        renamed = self._renamed()
+        found = self._matched(renamed)
         for name, first in tied_names(self._skeleton).items():
-            if name in found and first in found:
-                self._check_equal(found[name], found[first])
+            if name in renamed and first in renamed:
+                self._check_equal(renamed[name], renamed[first])
+        return found
+
+    def _matched(self, renamed: Mapping[str, str]) -> dict[str, str]:
+        """Add the names of tied tensors, and check that all tensors are there in the model's shapes."""
+        found = dict(renamed)
+        for name, first in tied_names(self._skeleton).items():
             either = found.get(first, found.get(name))
             if either is not None:
                 found |= {name: either, first: either}
@@ -87,7 +98,7 @@ class StoredWeights:
                 f"{self._files.key}: {len(missing)} weights of {type(self._skeleton).__name__} are missing in "
                 f"{self._files.path!r}, {missing[0]!r} first; is it the right kind of model?"
             )
-        for name, stored_as in found.items():
+        for name, stored_as in renamed.items():  # both copies of a tied tensor
             self._check_shape(name, stored_as)
         return found
 
@@ -118,12 +129,19 @@ class StoredWeights:
     def _check_shape(self, name: str, stored_as: str) -> None:
         expected, found = self._shapes[name], self._files.shape(stored_as)
         grows = name in self._may_grow and self._file_vocab_size is not None
-        before_growth = (self._file_vocab_size, *expected[1:]) if grows else expected
-        if found not in (expected, before_growth):
-            raise ConfigError(
-                f"{self._files.key}: {stored_as} of {self._files.path!r} has shape {list(found)}, the model "
-                f"{list(expected)}; is it the right kind of model?"
+        before_growth = (self._file_vocab_size, *expected[1:]) if grows else tuple(expected)
+        if tuple(found) in (tuple(expected), before_growth):
+            return
+        grown = ""
+        if before_growth != tuple(expected):  # the grown number stands in no file of the user's
+            grown = (
+                f" by its vocab_size ({self._file_vocab_size}), which would grow to {expected[0]}, the tokenizer's "
+                "length rounded up"
             )
+        raise ConfigError(
+            f"{self._files.key}: {stored_as} of {self._files.path!r} has shape {list(found)}, the model "
+            f"{list(before_growth)}{grown}; correct its config.json, or give the weights that belong to it"
+        )
 
     def _check_equal(self, stored_as: str, first_stored_as: str) -> None:
         """Check two stored copies of a tied weight: only one is read, so they must be equal."""

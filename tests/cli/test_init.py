@@ -30,7 +30,7 @@ from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.errors import ConfigError
 from flowtrain.models.checkpoint_kind import checkpoint_kind
 from flowtrain.models.families.registry import FAMILIES, family_from_config
-from tests.checkpoints import TEXT, internvl, llava, qwen3_vl, saved, siglip
+from tests.checkpoints import TEXT, internvl, llava, qwen3_vl, saved, siglip, with_weights
 from tests.data.test_conversation import FORGETFUL
 from tests.hub_server import hub_server
 from tests.profiles import write_cpu_profile
@@ -46,27 +46,27 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def language_model(tmp_path: Path) -> Path:
-    return saved(tmp_path / "Tiny-Qwen3", Qwen3Config(**TEXT), dtype="bfloat16")
+    return with_weights(saved(tmp_path / "Tiny-Qwen3", Qwen3Config(**TEXT), dtype="bfloat16"))
 
 
 @pytest.fixture
 def tower(tmp_path: Path) -> Path:
-    return siglip(tmp_path / "tower")
+    return with_weights(siglip(tmp_path / "tower"))
 
 
 @pytest.fixture
 def llava_model(tmp_path: Path) -> Path:
-    return llava(tmp_path / "Tiny LLaVA", "<picture>")
+    return with_weights(llava(tmp_path / "Tiny LLaVA", "<picture>"))
 
 
 @pytest.fixture
 def internvl_model(tmp_path: Path) -> Path:
-    return internvl(tmp_path / "InternVL-Tiny-HF")
+    return with_weights(internvl(tmp_path / "InternVL-Tiny-HF"))
 
 
 @pytest.fixture
 def qwen3_vl_model(tmp_path: Path) -> Path:
-    return qwen3_vl(tmp_path / "Qwen3-VL-Tiny")
+    return with_weights(qwen3_vl(tmp_path / "Qwen3-VL-Tiny"))
 
 
 def init(*arguments: object) -> Result:
@@ -217,6 +217,7 @@ def test_a_tokenizer_without_chatml_gets_words(tmp_path: Path, tower: Path) -> N
     (model / "tokenizer_config.json").write_text(settings)
     config = load_config(written(init(model, "--encoder", tower, "--data", DATA)))
     assert config.model.chat_template is not None and "ASSISTANT:" in config.model.chat_template
+    with_weights(model)
     done = CliRunner().invoke(app, ["train", "model.yaml", "mode=decoupled", "--dry-run"])
     assert done.exit_code == 0, done.output
 

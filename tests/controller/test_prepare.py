@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 
 from flowtrain.allocator.candidates import PruneReason
 from flowtrain.allocator.plan import requirements
+from flowtrain.cli.tables import plan_tables
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.dry_run import DryRunReport, foresee_run
 from flowtrain.controller.feeder_memory import feeder_need
 from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
-from flowtrain.controller.predict import image_tokens, sized_units
+from flowtrain.controller.predict import ImageTokens, image_tokens, sized_units
 from flowtrain.controller.prepare import check_memory, memory_shortage, prepare
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.flow.capacity import check_capacity
@@ -80,7 +83,7 @@ def test_tokens_of_an_image_follow_the_family_and_the_data(data: Path) -> None:
     sample = next(each for each in unit.samples if each.num_vision_tokens)
     (images,) = (part.num_items for part in sample.parts if part.name == "vision")
     each = sample.num_vision_tokens // images
-    assert image_tokens(fixed) == {"vision": (each, each)}
+    assert image_tokens(fixed) == {"vision": ImageTokens(each, each)}
 
     varying = prepare(config_of(data, "model.family=variable_llava"))
     (unit,) = sized_units(varying, 1)
@@ -90,7 +93,27 @@ def test_tokens_of_an_image_follow_the_family_and_the_data(data: Path) -> None:
         for part in sample.parts
         if part.name == "vision"
     ]
-    assert image_tokens(varying) == {"vision": (min(means), max(means))}
+    assert image_tokens(varying) == {"vision": ImageTokens(min(means), max(means))}
+
+
+def test_a_dry_run_warns_of_rejected_samples_and_calls_no_limit_of_the_encoder_seen(data: Path) -> None:
+    def foreseen(max_seq_len: int) -> DryRunReport:
+        return foresee_run(config_of(data, "model.family=variable_llava", f"data.max_seq_len={max_seq_len}"))
+
+    assert foreseen(128).image_tokens["vision"].are_seen and foreseen(128).warnings == ()
+    (few,) = foreseen(48).warnings
+    assert few.startswith("1 of the 8 samples that were looked at (12.5%) are rejected, within what data.max_rejected")
+    small = foreseen(20)
+    assert small.image_tokens == {"vision": ImageTokens(1, 4, are_seen=False)}
+    (warning,) = small.warnings
+    assert re.match(
+        r"8 of the 8 .* \(100\.0%\) are rejected, more than data\.max_rejected_fraction \(50\.0%\)", warning
+    )
+    assert re.search(r"8 oversized_sample \(\d+ tokens .* more than data\.max_seq_len \(20\)\)", warning)
+    assert warning.endswith("`flowtrain data check` lists all such rows")
+    run, _ = plan_tables(small.run, small.image_tokens)
+    cells = [cell for column in run.columns for cell in column.cells]
+    assert any("unknown" in str(cell) and "the encoder's limits are 1 to 4" in str(cell) for cell in cells)
 
 
 def test_a_run_by_epochs_with_evaluation(data: Path) -> None:

@@ -129,7 +129,8 @@ def test_an_export_starts_a_new_run_with_the_same_weights(directory: Path, ray_c
 @pytest.mark.nightly
 def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path) -> None:
     config = config_of(directory, "profiled")
-    fewest, most = flowtrain.dry_run(config).image_tokens["vision"]
+    tokens = flowtrain.dry_run(config).image_tokens["vision"]
+    fewest, most = tokens.fewest, tokens.most
     assert 4 <= fewest < most, "tokens of an image, not of a tile"
     profile = flowtrain.profile(config, devices=1).profile
     (table,) = profile.encoders["vision"].values()

@@ -160,7 +160,8 @@ def test_a_frozen_connector_moves_with_a_resume(
 @pytest.mark.parametrize("keys", [(), ("mode=monolithic", FROZEN)])
 def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path, keys: tuple[str, ...]) -> None:
     config = config_of(directory, f"profiled-{len(keys)}", *keys)
-    fewest, most = flowtrain.dry_run(config).image_tokens["vision"]
+    tokens = flowtrain.dry_run(config).image_tokens["vision"]
+    fewest, most = tokens.fewest, tokens.most
     assert 1 <= fewest < most
     profile = flowtrain.profile(config, devices=1).profile
     (table,) = profile.encoders["vision"].values()

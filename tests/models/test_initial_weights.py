@@ -180,6 +180,39 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, An
         stored(QWEN3, tmp_path).read("model.embed_tokens.weight", (slice(0, 36), slice(0, 16)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model__norm__weight": None}, r"1 weights of Qwen3ForCausalLM are missing in .*'model\.norm\.weight' first"),
+        (
+            {"model__norm__weight": torch.ones(17)},
+            r"model\.norm\.weight of .* has shape \[17\], the model \[16\]; correct",
+        ),
+        ({"lm_head__weight": torch.ones(36, 17)}, r"lm_head\.weight of .* has shape \[36, 17\], the model \[36, 16\]"),
+    ],
+    ids=["missing", "shape", "shape of a copy"],
+)
+def test_headers_alone_tell_that_files_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], message: str
+) -> None:
+    language_model(QWEN3).save_pretrained(tmp_path)
+    monkeypatch.setattr(WeightFiles, "read", None)
+    stored(QWEN3, tmp_path).check()
+    spoil(tmp_path, **changed)
+    with pytest.raises(ConfigError, match=f"backbone.path: .*{message}"):
+        stored(QWEN3, tmp_path).check()
+
+
+def test_a_vocabulary_that_fits_neither_way_is_refused_with_the_files_number(tmp_path: Path) -> None:
+    language_model(QWEN3).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        stored({**QWEN3, "vocab_size": 64}, tmp_path, vocab_size=30).check()
+    assert (
+        "has shape [36, 16], the model [30, 16] by its vocab_size (30), which would grow to 64, the tokenizer's length "
+        "rounded up; correct its config.json"
+    ) in str(caught.value)
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("{}")

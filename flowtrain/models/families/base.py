@@ -156,6 +156,10 @@ class Family(ABC):
     def backbone_weights(self) -> InitialWeights:
         """The skeleton's first values; random ones depend on ``config.seed`` and the names alone."""
 
+    @abstractmethod
+    def check_stored_weights(self) -> None:
+        """Raise ConfigError if weights of local directories are missing or have another shape; reads headers alone."""
+
     def merged_connector(self) -> Mapping[str, Tensor]:
         """First values of a frozen connector that runs with the encoder, float32, as ``connector.<name>``.
 

@@ -141,7 +141,7 @@ class HFFamily(Family):
 
     def _tower_weights(self) -> InitialWeights:
         """The whole tower's weights, under its own names."""
-        origin = self._origin("vision", self._encoder_key, self.config.encoders[self.encoder_names[0]].path)
+        origin = self._tower_origin
         if origin.source is None:
             return BuiltWeights(self._load_tower)
         skeleton = self._tower_skeleton()
@@ -156,7 +156,7 @@ class HFFamily(Family):
 
     def _load_tower(self) -> PreTrainedModel:
         """The whole tower in float32."""
-        origin = self._origin("vision", self._encoder_key, self.config.encoders[self.encoder_names[0]].path)
+        origin = self._tower_origin
         return origin.build(tower_class(self.vision_config), self.vision_config)
 
     def _tower_state(self, trained: Mapping[str, Tensor]) -> LazyTensors:
@@ -229,7 +229,7 @@ class HFFamily(Family):
 
     def _connector_weights(self) -> InitialWeights:
         """The connector's first values, under its own names; random ones are built whole."""
-        origin = self._origin("connector", "model", None)
+        origin = self._connector_origin
         if origin.source is None:
             return BuiltWeights(self._drawn_connector)
         files, skeleton = partial(WeightFiles, *origin.source), self._connector_skeleton()
@@ -237,18 +237,22 @@ class HFFamily(Family):
 
     def backbone_weights(self) -> InitialWeights:
         """See ``Family``; stored weights come tensor by tensor."""
-        origin = self._origin("language", "backbone", self.config.backbone.path)
+        return JoinedWeights({"connector": self._connector_weights(), "language_model": self._language_weights()})
+
+    def _language_weights(self) -> InitialWeights:
+        """The language model's first values, under its own names."""
+        origin = self._language_origin
         skeleton = self._skeleton(implementation_name("sdpa")).language_model
-        language: InitialWeights = DrawnWeights(skeleton, origin.seed, origin.module)
-        if origin.source is not None:
-            language = StoredWeights(
-                partial(WeightFiles, *origin.source),
-                skeleton,
-                language,
-                file_vocab_size=self._initial_vocab_size,
-                module_name=origin.module_name,
-            )
-        return JoinedWeights({"connector": self._connector_weights(), "language_model": language})
+        drawn = DrawnWeights(skeleton, origin.seed, origin.module)
+        if origin.source is None:
+            return drawn
+        return StoredWeights(
+            partial(WeightFiles, *origin.source),
+            skeleton,
+            drawn,
+            file_vocab_size=self._initial_vocab_size,
+            module_name=origin.module_name,
+        )
 
     def weight_shapes(self) -> dict[str, torch.Size]:
         """See ``Family``."""
@@ -260,6 +264,21 @@ class HFFamily(Family):
         return tied_names(self._skeleton(implementation_name("sdpa")))
 
     # --- the whole ----------------------------------------------------------------------------------------------------
+
+    def check_stored_weights(self) -> None:
+        """See ``Family``."""
+        parts = [
+            (self._connector_origin, self._connector_weights),
+            (self._language_origin, self._language_weights),
+        ]
+        if self.config.mode != "llm_only":  # there no tower is loaded
+            parts.insert(0, (self._tower_origin, self._tower_weights))
+        for origin, weights_of in parts:
+            if origin.source is None or not Path(origin.source[0]).is_dir():
+                continue
+            weights = weights_of()
+            assert isinstance(weights, StoredWeights), weights
+            weights.check()
 
     def load_joined(self, state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
         """The whole model as its HF class, float32, with HF's own attention."""
@@ -290,6 +309,18 @@ class HFFamily(Family):
             dtype=dtype,
             max_shard_nbytes=max_shard_nbytes,
         )
+
+    @property
+    def _tower_origin(self) -> Origin:
+        return self._origin("vision", self._encoder_key, self.config.encoders[self.encoder_names[0]].path)
+
+    @property
+    def _connector_origin(self) -> Origin:
+        return self._origin("connector", "model", None)
+
+    @property
+    def _language_origin(self) -> Origin:
+        return self._origin("language", "backbone", self.config.backbone.path)
 
     def _origin(self, module: str, key: str, path: str | None) -> Origin:
         return Origin(module, self.config.seed, key, path, self.config.model.path, self.part_names)

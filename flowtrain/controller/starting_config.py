@@ -156,9 +156,7 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
     }
 
 
-def _text(
-    kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], commands: Sequence[str]
-) -> str:
+def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], commands: Sequence[str]) -> str:
     what = "" if kind.family is not None else " as the backbone of a new llava model"
     head = (
         f"# Starts from {comment(kind.model)}{what}.\n"

@@ -195,7 +195,7 @@ def test_without_data_the_file_has_a_place_to_fill_in(language_model: Path, towe
 def test_data_that_is_not_there_is_refused(language_model: Path, tmp_path: Path) -> None:
     result = init(language_model, "--data", "owner/name")
     assert result.exit_code == 2 and "write hf://datasets/owner/name" in result.output
-    assert "--data = 'owner/name': no such file" in " ".join(result.output.split())
+    assert "--data 'owner/name': no such file" in " ".join(result.output.split())
     assert ".yaml" not in result.output, "the file is not written, so no message speaks of it"
     assert not list(tmp_path.glob("*.yaml"))
     written(init(language_model, "--data", "s3://bucket/shards/*.tar", "--output", "remote.yaml"))
@@ -247,7 +247,9 @@ def test_a_tokenizer_without_chatml_gets_words(tmp_path: Path, tower: Path) -> N
 
 
 @pytest.mark.parametrize("has_rates", [True, False])
-def test_the_header_has_the_printed_commands(llava_model: Path, monkeypatch: pytest.MonkeyPatch, has_rates: bool) -> None:
+def test_the_header_has_the_printed_commands(
+    llava_model: Path, monkeypatch: pytest.MonkeyPatch, has_rates: bool
+) -> None:
     """They work here: mode auto has no rates of CPUs. Without data there is nothing to check."""
     monkeypatch.setattr("flowtrain.controller.starting_config._has_data_sheet", lambda: has_rates)
     tried = "flowtrain train run.yaml --dry-run" if has_rates else "flowtrain train run.yaml mode=decoupled --dry-run"

@@ -121,7 +121,7 @@ def _write_title(figure: Figure, report: PackReport) -> None:
     """Write the title over the panels; the middle of a source name that is too long is left out."""
     workload, config = report.workload, report.workload.config
     rest = (
-        f"{workload.order}, {counted(config.training.global_batch_size, 'sample')} each, over "
+        f"{workload.order}, {workload.step_sizes}, over "
         f"{counted(config.backbone.data_parallel_size, 'data-parallel rank')}; microbatches of "
         f"{config.scheduler.microbatch_tokens:,} tokens, cost {workload.cost_label}\n"
         "Dots: medians (fill: all steps together); lines: from the smallest to the largest step or slot"

@@ -63,11 +63,11 @@ def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
     workload, config = report.workload, report.workload.config
     scheduler = config.scheduler
     yield "sizes", workload.source
-    yield "steps", f"{workload.order}, {counted(config.training.global_batch_size, 'sample')} each"
+    yield "steps", f"{workload.order}, {workload.step_sizes}"
     yield "samples", f"{workload.num_samples:,} with {counted(workload.num_tokens, 'token')}"
     if spread := workload.token_spread:
         yield (
-            "a step",
+            "a whole step" if workload.num_of_partial else "a step",
             f"{spread.mean:,.0f} tokens on average, standard deviation {spread.spread:.1%}; with data.shuffle=rows it "
             f"would be {spread.spread_of_rows:.1%}",
         )

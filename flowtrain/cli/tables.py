@@ -70,6 +70,8 @@ def plan_tables(
     if config.exchanges_units:
         run.add_row("exchange", "point to point: a step's features all together, and encoders one step ahead at most")
     run.add_row("memory pool", f"{nbytes_text(needs.pool_nbytes)} at most; unused pages take no memory")
+    if (warning := run_spec.warmup_warning) is not None:
+        run.add_row("warning", warning)
     run.add_row("start", f"within {start_limit(config.limits.start_timeout_s, run_spec.model_spec, resumes).text}")
 
     actors = Table(title="actors", title_justify="left")

@@ -67,21 +67,28 @@ def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePa
     return faults
 
 
-def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hub_id: bool) -> str | None:
-    name = str(path[-1])
+def data_fault(text: str, label: str, config_dir: FilePath) -> str | None:
+    """Say why a path of data cannot be used, after ``label``; None if it can."""
+    return _resolve({"path": text}, ("data", "sources", 0, "path"), config_dir, may_be_hub_id=False, label=label)
+
+
+def _resolve(
+    holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hub_id: bool, label: str | None = None
+) -> str | None:
+    name, label = str(path[-1]), label or f"{dotted(path)} ="
     text = holder[name]
     if name == "chat_template" and "{" in text:
         return None  # the template itself, not the name of a file
     if "://" in text:
         return None
     if (problem := _unusable(text)) is not None:
-        return f"{dotted(path)} = {show_value(text)}: {problem}"
+        return f"{label} {show_value(text)}: {problem}"
     written = FilePath(text).expanduser()
     bases = [] if written.is_absolute() else [FilePath.cwd(), config_dir, config_dir.parent]
     for candidate in [base / written for base in bases] or [written]:
         if os.path.exists(candidate):  # Path.exists raises for a name that is too long
             if name == "image_root" and not os.path.isdir(candidate):
-                return f"{dotted(path)} = {text!r}: must be a directory"
+                return f"{label} {text!r}: must be a directory"
             holder[name] = str(candidate.resolve())
             return None
     is_pattern = path[0] == "data" and name == "path" and has_magic(text)
@@ -98,7 +105,7 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
         hub = f"; for the hub's data set of this name, write hf://datasets/{text}"
     missing = "no file matches" if is_pattern else "no such file or directory"
     shown = repr(text) if len(text) <= _MAX_PATH_SHOWN else show_value(text)
-    return f"{dotted(path)} = {shown}: {missing}{where}{hub}"
+    return f"{label} {shown}: {missing}{where}{hub}"
 
 
 def _unusable(text: str) -> str | None:

@@ -59,6 +59,12 @@ def refuse_secrets(label: str, values: object, lines: Mapping[Path, int], overri
         raise ConfigError("\n".join(fault.text for fault in faults), faults)
 
 
+def secret_fault(label: str, text: str) -> str | None:
+    """Say that a text named ``label`` carries a secret, without repeating it; None if it has none."""
+    secret = secret_in(text)
+    return None if secret is None else f"{label}: has {secret} in its URL; {_WAY_OUT}"
+
+
 def _fault(where: str, key: str, secret: str) -> Fault:
     return Fault(key, FaultCode.VALUE, f"{where}: {key} has {secret} in its URL; {_WAY_OUT}")
 

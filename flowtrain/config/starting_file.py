@@ -1,12 +1,15 @@
-"""Where ``flowtrain init`` writes, and what the run is called."""
+"""Where ``flowtrain init`` writes, what the run is called, and how its user goes on."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from os import PathLike
 from pathlib import Path
 
 from flowtrain.config.home import expanded
+from flowtrain.config.paths import data_fault
+from flowtrain.config.secrets import secret_fault
 from flowtrain.errors import ConfigError
 
 
@@ -33,3 +36,23 @@ def starting_file(model: str, output: str | PathLike[str] | None, force: bool) -
     if file.exists() and not force:
         raise ConfigError(f"{file} exists; name another file with --output, or replace it with --force")
     return file
+
+
+def check_data(data: str, file: Path) -> None:
+    """Raise ConfigError if the path or URL of ``--data`` cannot be used in ``file``, which is not written yet."""
+    config_dir = expanded(file).resolve().parent
+    fault = secret_fault("--data", data) or data_fault(data, "--data", config_dir)
+    if fault is not None:
+        raise ConfigError(fault)
+
+
+def next_commands(file: str, has_data: bool, has_rates: bool) -> list[str]:
+    """Return the commands that come after ``flowtrain init``.
+
+    has_data: the file names data to check. has_rates: ``mode: auto`` can plan for this machine.
+    """
+    name = shlex.quote(file)
+    # Where nothing has rates, mode auto has no plan to show.
+    mode = "" if has_rates else " mode=decoupled"
+    check = [f"flowtrain data check {name}"] if has_data else []
+    return [*check, f"flowtrain plan {name} --devices 8", f"flowtrain train {name}{mode} --dry-run"]

@@ -85,7 +85,10 @@ def open_run(config: RunConfig, placed: PlacedRun, resume: bool, display: Progre
 
 
 def note_start(run: OpenRun, stream: EventStream) -> None:
-    """Tell the user where the dashboard is, what encoders do with accelerators, and where the run goes on."""
+    """Tell the user where the dashboard is, what encoders do with accelerators, and where the run goes on.
+
+    Warns of a run that ends within its warmup.
+    """
     run_spec, start = run.run_spec, run.start
     if run.dashboard is not None:
         token = local_ray.token_file(os.environ)
@@ -95,6 +98,8 @@ def note_start(run: OpenRun, stream: EventStream) -> None:
         _note_devices(run_spec, run.specs, stream)
     if (note := emulation_note(run_spec.config)) is not None:
         stream.note(note)
+    if (warning := run_spec.warmup_warning) is not None:
+        stream.warn(warning)
     if start.step:
         stream.note(f"resuming {run.files.root} after step {start.step} of {run_spec.num_steps}")
 

@@ -45,6 +45,8 @@ class WorkloadStep:
 
     lengths: Lengths
     rules: PackingRules
+    num_positions: int
+    """Its samples, rejected ones too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,7 @@ class TokenSpread:
     def of(cls, steps: Sequence[IntArray]) -> TokenSpread | None:
         """Return the spread of steps, given the lengths of each step's samples; None for fewer than two steps.
 
-        Steps may differ in their number of samples (rejected ones, a partial last step); what only that explains is no
-        spread.
+        Steps may differ in their number of samples by rejected ones; what only that explains is no spread.
         """
         if len(steps) < 2:
             return None
@@ -107,8 +108,27 @@ class Workload:
 
     @property
     def token_spread(self) -> TokenSpread | None:
-        """How even the steps are; None for fewer than two."""
-        return TokenSpread.of([step.lengths.tokens for step in self.steps])
+        """How even the whole steps are; None for fewer than two."""
+        whole = self.steps[:-1] if self.num_of_partial else self.steps
+        return TokenSpread.of([step.lengths.tokens for step in whole])
+
+    @property
+    def num_of_partial(self) -> int:
+        """Samples of a last step that has fewer than the others, rejected ones too; 0 if it is whole."""
+        last = self.steps[-1].num_positions
+        return last if last < self.config.training.global_batch_size else 0
+
+    @property
+    def step_sizes(self) -> str:
+        """How many samples the steps have, in words."""
+        num_whole, batch = len(self.steps) - bool(self.num_of_partial), self.config.training.global_batch_size
+        samples = "1 sample" if batch == 1 else f"{batch:,} samples"
+        if not self.num_of_partial:
+            return f"{samples} each"
+        if not num_whole:
+            return f"{self.num_of_partial:,} of {samples}"
+        steps = "1 step" if num_whole == 1 else f"{num_whole:,} steps"
+        return f"{steps} of {samples} and a last one of {self.num_of_partial:,}"
 
     @property
     def cost(self) -> CostModel:

@@ -85,7 +85,7 @@ def _workload(
     for unit in unit_sequence(count, config.training.global_batch_size, total_positions):
         rows = np.array([draw.ref.row for draw in sampler.take(unit.num_positions)])
         lengths = file.treated(rows, data)
-        steps.append(WorkloadStep(lengths, planner.rules(unit)))
+        steps.append(WorkloadStep(lengths, planner.rules(unit), unit.num_positions))
         num_rejected += len(rows) - len(lengths)
     return Workload(
         config=config,

@@ -107,7 +107,8 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
     is_exact = config.data.order == "deterministic"
     for sized in sized_units(run_spec, count):
         sizes = planner.sizes_of(sized.samples)
-        steps.append(WorkloadStep(Lengths(sizes.tokens, sizes.vision_tokens), planner.rules(sized.unit)))
+        lengths = Lengths(sizes.tokens, sizes.vision_tokens)
+        steps.append(WorkloadStep(lengths, planner.rules(sized.unit), sized.unit.num_positions))
         predictions.append(_prediction(planner.plan(sized.unit, sizes), is_exact))
         rejected.update(rejection.reason.value for rejection in sized.rejections)
         if progress is not None:

@@ -88,6 +88,18 @@ class RunSpec:
         return max((each.num_samples for each in self.evaluations), default=0)
 
     @property
+    def warmup_warning(self) -> str | None:
+        """What a user must know of a run that ends within its warmup; None if it does not, or if it trains nothing."""
+        warmup_steps = self.config.training.warmup_steps
+        if warmup_steps <= self.num_steps or self.config.emulation is not None:
+            return None
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
+        return (
+            f"training.warmup_steps is {warmup_steps:,}, and the run has {steps}: the learning rate never reaches "
+            "training.learning_rate; lower the first, or train for more steps"
+        )
+
+    @property
     def epoch_positions(self) -> int:
         """Positions in one pass over the data."""
         return max(1, sum(self.source_sizes))

@@ -6,8 +6,7 @@ Of the model only the configuration, the tokenizer and the processor are read.
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
@@ -20,11 +19,13 @@ from flowtrain.config.home import expanded
 from flowtrain.config.load import config_of_text
 from flowtrain.config.model import EncoderConfig, ModelConfig
 from flowtrain.config.run import RunConfig
-from flowtrain.config.starting_file import run_name
+from flowtrain.config.starting_file import check_data, next_commands, run_name
 from flowtrain.controller.prepare import check_memory
 from flowtrain.costs.devices import device_spec
+from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.data.trainable_template import trainable_template
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, DataError
+from flowtrain.flow.units import num_steps_of
 from flowtrain.models.checkpoint_kind import CheckpointKind, checkpoint_kind
 from flowtrain.models.device import device_name
 from flowtrain.models.families.base import Family
@@ -47,6 +48,7 @@ YOUR_DATA = "/path/to/your/data"
 _MAX_SEQ_LEN = 4096
 _PICTURE = (1920, 1080)
 """Width and height, in pixels, of the image by which lengths are chosen."""
+_WARMUP_STEPS = 100
 _HINTS = {
     "model": ["freeze: [backbone] # trains the connector alone; encoders are frozen anyway"],
     "data.sources.0": ["weight: 0.8 # several sources make a mixture"],
@@ -68,6 +70,8 @@ class StartingConfig:
     """Keys whose values only the user knows; ``flowtrain train --dry-run`` refuses the file before."""
     has_rates: bool
     """``mode: auto`` can plan for this machine. It has no rates of CPUs, before ``flowtrain profile`` has measured."""
+    notes: tuple[str, ...] = ()
+    """What was chosen in the user's place, a line each."""
 
 
 def starting_config(model: str, data: str | None, encoder: str | None, file: Path) -> StartingConfig:
@@ -83,23 +87,33 @@ def starting_config(model: str, data: str | None, encoder: str | None, file: Pat
             f"--encoder {encoder}: {kind.model} is a whole {kind.family} model with an encoder of its own; leave the "
             "option out, or give a language model"
         )
+    if data is not None:
+        check_data(_absolute(data), file)
     values, remarks = _values(kind, data, encoder), _remarks(kind, encoder)
-    config = _load(values, remarks, file, data)  # also refuses the path of the data, before more is read
+    config = _load(values, remarks, file, data)
     family = _checked_family(values, config, encoder)
+    notes = []
+    if kind.family is None and encoder is None:
+        notes.append(f"vision tower: {DEFAULT_ENCODER} (--encoder MODEL to choose another)")
     num_tokens = family.image_layout(ENCODER, *_PICTURE).num_tokens
     length = _sequence_length(kind, num_tokens)
     values["data"]["max_seq_len"], values["scheduler"]["microbatch_tokens"] = length, 2 * length
     size = " x ".join(map(str, _PICTURE))
     remarks["data.max_seq_len"] = f"a longer sample is rejected; an image of {size} pixels has {num_tokens:,} tokens"
     image_token = str(family.tokenizer.convert_ids_to_tokens(family.image_token_id))
-    template = trainable_template(family.tokenizer, image_token, family.image_text)
-    if template is not None:
-        values["model"]["chat_template"] = template
+    replacement = trainable_template(family.tokenizer, image_token, family.image_text)
+    if replacement is not None:
+        values["model"]["chat_template"] = replacement.template
+        remarks["model.chat_template"] = f"{replacement.text} (docs/data.md)"
+        notes.append(f"chat template: {replacement.text}")
+    if data is not None and (num_steps := _steps_at_hand(config)) is not None:
+        _fit_warmup(values["training"], remarks, num_steps)
     values["encoders"][ENCODER]["segment_nbytes"] = _segment_nbytes(_load(values, remarks, file, data), family)
-    text = _text(kind, values, remarks, file)
+    has_rates = _has_data_sheet()
+    text = _text(kind, values, remarks, next_commands(file.name, data is not None, has_rates))
     config = config_of_text(text, file, check_paths=data is not None)
     to_fill_in = ("data.sources.0.path",) if data is None else ()
-    return StartingConfig(file, text, config, to_fill_in, _has_data_sheet())
+    return StartingConfig(file, text, config, to_fill_in, has_rates, tuple(notes))
 
 
 def _values(kind: CheckpointKind, data: str | None, encoder: str | None) -> dict[str, Any]:
@@ -111,7 +125,7 @@ def _values(kind: CheckpointKind, data: str | None, encoder: str | None) -> dict
     training: dict[str, Any] = {"num_epochs": 1, "global_batch_size": 64, "learning_rate": 1e-5 if is_whole else 2e-5}
     if not is_whole:
         training["learning_rates"] = {"connector": 1e-3}
-    training |= {"lr_schedule": "cosine", "warmup_steps": 100}
+    training |= {"lr_schedule": "cosine", "warmup_steps": _WARMUP_STEPS}
     values = {
         "name": run_name(kind.model),
         "seed": 0,
@@ -132,7 +146,6 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
     return {
         "mode": "what a plan finds fastest for the devices at hand; on CPUs it needs allocator.profile (docs/modes.md)",
         "model.path": "all of it: encoder, connector, backbone, tokenizer and image processor",
-        "model.chat_template": "The tokenizer's own template cannot be trained, or it has none (docs/data.md).",
         "model.dtype": "of the checkpoint; master weights are always float32",
         f"encoders.{ENCODER}.path": of_tower,
         f"encoders.{ENCODER}.segment_nbytes": "one encoder holds a worst-case step; with several, less is enough",
@@ -143,15 +156,12 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
     }
 
 
-def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], file: Path) -> str:
+def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], commands: Sequence[str]) -> str:
     what = "" if kind.family is not None else " as the backbone of a new llava model"
-    name = shlex.quote(file.name)
     head = (
         f"# Starts from {comment(kind.model)}{what}.\n"
         "# Written by `flowtrain init`. Keys that are left out have their defaults (flowtrain/config).\n"
-        f"#   flowtrain plan {name} --devices 8\n"
-        f"#   flowtrain train {name} --dry-run\n"
-    )
+    ) + "".join(f"#   {command}\n" for command in commands)
     hint = FAMILIES[values["model"]["family"]].image_hint
     hints = _HINTS if hint is None else {**_HINTS, f"encoders.{ENCODER}": [hint]}
     return head + commented_yaml(values, remarks, hints)
@@ -206,6 +216,27 @@ def _segment_nbytes(config: RunConfig, family: Family) -> int:
             nbytes *= 2
         else:
             return nbytes
+
+
+def _steps_at_hand(config: RunConfig) -> int | None:
+    """The run's steps; None if only a look through all of the data could tell, or if the data cannot be read."""
+    (source,) = config.data.sources
+    path = Path(source.path)
+    if not (path.is_file() and path.suffix == ".parquet") and next(path.glob("*.parquet"), None) is None:
+        return None
+    try:
+        indexes = SourceSet.index(config.data)
+    except DataError:
+        return None  # `flowtrain data check` says why
+    return num_steps_of(config.training, [index.num_rows for index in indexes])[0]
+
+
+def _fit_warmup(training: dict[str, Any], remarks: dict[str, str], num_steps: int) -> None:
+    """Warm up for a tenth of a short run, which would otherwise end before it reaches its learning rate."""
+    fitting = num_steps // 10
+    if fitting < training["warmup_steps"]:
+        training["warmup_steps"] = fitting
+        remarks["training.warmup_steps"] = f"a tenth of the {num_steps:,} steps"
 
 
 def _has_data_sheet() -> bool:

@@ -53,12 +53,16 @@ def pixels_of_sample(
     images: Sequence[bytes | memoryview],
     max_pixels: int,
     preprocess: Callable[[Image.Image], np.ndarray],
+    paths: Sequence[str | None] | None = None,
 ) -> list[np.ndarray] | Rejection:
-    """Decode and preprocess a sample's images, in order, each tile apart; a rejection if one of them cannot be."""
+    """Decode and preprocess a sample's images, in order, each tile apart; a rejection if one of them cannot be.
+
+    paths: the file of each image, for the rejection; None where they are not known, as in encoders.
+    """
     pixels = []
     try:
         for number, data in enumerate(images, start=1):
-            with errors_of_image(number, len(images)):
+            with errors_of_image(number, len(images), paths[number - 1] if paths else None):
                 pixels += tiles_of(preprocess(decode_image(data, max_pixels)))
     except BadSample as error:
         return rejected(ref, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,20 @@ def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:
     """The checkpoint's image processor, or None if a local directory has no settings for one."""
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _SETTINGS_FILES):
-        logger.warning(
-            "%s: %s has none of %s: using the tower's usual image processor", key, path, ", ".join(_SETTINGS_FILES)
-        )
+        _warn_of_usual(key, path)
         return None
     try:
         return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: no image processor can be read from {path!r}: {error}") from error
+
+
+@cache
+def _warn_of_usual(key: str, path: str) -> None:
+    """Warn once a process: a start builds a family several times."""
+    logger.warning(
+        "%s: %s has none of %s: using the tower's usual image processor", key, path, ", ".join(_SETTINGS_FILES)
+    )
 
 
 def fixed_output_size(processor: BaseImageProcessor) -> tuple[int, int] | None:

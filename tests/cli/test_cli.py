@@ -189,6 +189,7 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     assert float(facts["memory pool"].split()[0]) == pytest.approx(2 * segments[0] + segments[1], abs=0.01)
     assert facts["memory pool"].endswith("MiB at most; unused pages take no memory")
     assert facts["oversized"] == "more than 512 tokens: reject"
+    assert facts["warning"].startswith("training.warmup_steps is 20, and the run has 7 steps: the learning rate")
     needs = [[cell.strip() for cell in line.split("│")[1:-1]] for line in memory.splitlines() if line.count("│") == 6]
     assert [need[:2] for need in needs] == [["backbone", "backbone 0-3"], ["encoder vision", "all that features need"]]
     assert all(need[-1].endswith("iB") for need in needs)

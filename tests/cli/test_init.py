@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from transformers import (
     PreTrainedConfig,
@@ -103,7 +104,8 @@ def test_a_language_model_becomes_the_backbone_of_a_llava_model(
     assert (config.backbone.path, config.encoders["vision"].path) == (str(language_model), str(tower))
     assert config.model.chat_template is None, "the tokenizer's own can be trained"
     assert config.data.max_seq_len == 1024, "the model's positions"
-    planned, tried = run_printed_commands(result)
+    checked, planned, tried = run_printed_commands(result)
+    assert "rejected" in checked
     assert "starts" in planned or "start it with" in planned
     assert "family llava" in tried and "vision: 4" in tried
     profile = write_cpu_profile(tmp_path / "profile.json", config)
@@ -113,7 +115,10 @@ def test_a_language_model_becomes_the_backbone_of_a_llava_model(
 
 
 def test_the_default_encoder_is_a_place_to_fill_in(language_model: Path, tower: Path) -> None:
-    file = written(init(language_model, "--data", DATA, "--output", "mine.yaml"))
+    result = init(language_model, "--data", DATA, "--output", "mine.yaml")
+    file = written(result)
+    assert f"vision tower: {DEFAULT_ENCODER} (--encoder MODEL to choose another)\n" in result.stdout
+    assert "--encoder" not in init(language_model, "--encoder", tower, "--output", "other.yaml").stdout
     assert load_config(file).encoders["vision"].path == DEFAULT_ENCODER
     tried = ["train", str(file), f"encoders.vision.path={tower}", "mode=decoupled", "--dry-run"]
     done = CliRunner().invoke(app, tried)
@@ -190,21 +195,39 @@ def test_without_data_the_file_has_a_place_to_fill_in(language_model: Path, towe
 def test_data_that_is_not_there_is_refused(language_model: Path, tmp_path: Path) -> None:
     result = init(language_model, "--data", "owner/name")
     assert result.exit_code == 2 and "write hf://datasets/owner/name" in result.output
+    assert "--data 'owner/name': no such file" in " ".join(result.output.split())
+    assert ".yaml" not in result.output, "the file is not written, so no message speaks of it"
     assert not list(tmp_path.glob("*.yaml"))
     written(init(language_model, "--data", "s3://bucket/shards/*.tar", "--output", "remote.yaml"))
     assert load_config("remote.yaml").data.sources[0].path == "s3://bucket/shards/*.tar"
     secret = init(language_model, "--data", "s3://user:password@bucket/a.tar", "--output", "secret.yaml")
-    assert secret.exit_code == 2 and "password" in secret.output and not Path("secret.yaml").exists()
+    assert secret.exit_code == 2 and "--data: has a password" in secret.output and not Path("secret.yaml").exists()
 
 
-@pytest.mark.parametrize(("template", "has"), [(FORGETFUL, "<|im_start|>"), (None, "<|im_start|>")])
-def test_a_template_that_cannot_be_trained_is_replaced(
-    tmp_path: Path, tower: Path, template: str | None, has: str
+SILENT = "{% for message in messages if message['role'] == 'user' %}{{ message['content'] }}{% endfor %}"
+UNMARKED = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (FORGETFUL, "the tokenizer's own renders earlier turns differently once later ones follow"),
+        (SILENT, "the tokenizer's own leaves out the text of role assistant"),
+        (UNMARKED, "the tokenizer's own cannot be used: its {% generation %} markers must enclose exactly"),
+        (None, "the tokenizer has none"),
+    ],
+)
+def test_a_template_that_cannot_be_trained_is_replaced_and_the_reason_is_said(
+    tmp_path: Path, tower: Path, template: str | None, reason: str
 ) -> None:
     """Qwen3's rewrites earlier turns; models that follow no instructions have none."""
     model = saved(tmp_path / "model", Qwen3Config(**TEXT), template)
-    config = load_config(written(init(model, "--encoder", tower, "--data", DATA)))
-    assert config.model.chat_template is not None and has in config.model.chat_template
+    result = init(model, "--encoder", tower, "--data", DATA)
+    config = load_config(written(result))
+    assert config.model.chat_template is not None and "<|im_start|>" in config.model.chat_template
+    said = f"replaced by ChatML, since {reason}"
+    assert f"\nchat template: {said}" in result.stdout and "set model.chat_template" not in result.stdout
+    assert f"# {said}" in Path("model.yaml").read_text()
     family = family_from_config(config)
     ConversationEncoder(family.tokenizer, image_token="<image>")
 
@@ -215,11 +238,35 @@ def test_a_tokenizer_without_chatml_gets_words(tmp_path: Path, tower: Path) -> N
     (model / "tokenizer.json").write_text(text)
     settings = (model / "tokenizer_config.json").read_text().replace("<|im_start|>", "<|begin|>")
     (model / "tokenizer_config.json").write_text(settings)
-    config = load_config(written(init(model, "--encoder", tower, "--data", DATA)))
+    result = init(model, "--encoder", tower, "--data", DATA)
+    config = load_config(written(result))
+    assert "chat template: replaced by roles in words (USER:, ASSISTANT:), since" in result.stdout
     assert config.model.chat_template is not None and "ASSISTANT:" in config.model.chat_template
     with_weights(model)
     done = CliRunner().invoke(app, ["train", "model.yaml", "mode=decoupled", "--dry-run"])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("has_rates", [True, False])
+def test_the_header_has_the_printed_commands(
+    llava_model: Path, monkeypatch: pytest.MonkeyPatch, has_rates: bool
+) -> None:
+    """They work here: mode auto has no rates of CPUs. Without data there is nothing to check."""
+    monkeypatch.setattr("flowtrain.controller.starting_config._has_data_sheet", lambda: has_rates)
+    tried = "flowtrain train run.yaml --dry-run" if has_rates else "flowtrain train run.yaml mode=decoupled --dry-run"
+    for arguments, first in ((("--data", DATA), ["flowtrain data check run.yaml"]), ((), [])):
+        result = init(llava_model, *arguments, "--output", "run.yaml", "--force")
+        header = [line.removeprefix("#   ") for line in Path("run.yaml").read_text().splitlines() if "#   " in line]
+        assert header == [*first, "flowtrain plan run.yaml --devices 8", tried]
+        assert [line for line in result.stdout.splitlines() if line.startswith("flowtrain ")] == header
+
+
+def test_warmup_fits_a_run_whose_steps_are_known(llava_model: Path) -> None:
+    rows = pq.read_metadata(DATA).num_rows
+    short = load_config(written(init(llava_model, "--data", DATA)))
+    assert short.training.warmup_steps == -(-rows // 64) // 10 < 100
+    remote = init(llava_model, "--data", "s3://bucket/shards/*.tar", "--output", "remote.yaml")
+    assert load_config(written(remote)).training.warmup_steps == 100
 
 
 def test_a_file_is_replaced_only_by_force(language_model: Path, tower: Path) -> None:
@@ -318,7 +365,7 @@ def test_a_path_that_does_not_print_stays_in_its_line(tmp_path: Path) -> None:
     text = file.read_bytes().decode()
     assert all(character.isprintable() for character in text.replace("\n", ""))
     assert text.startswith("# Starts from ") and text.split("\n")[1].startswith("# Written by")
-    assert "#   flowtrain train 'a name.yaml' --dry-run" in text
+    assert "#   flowtrain data check 'a name.yaml'" in text
     assert load_config(file).model.path == str(model)
     refused = init(model, "--data", DATA, "--output", "two\nlines: 1.yaml")
     assert refused.exit_code == 2 and "characters that do not print" in refused.output

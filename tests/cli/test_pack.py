@@ -160,10 +160,26 @@ def test_a_single_step_has_no_spread(lengths: str) -> None:
     assert "on average" not in pack(lengths, "--batch", "30", "--steps", "1").stdout
 
 
-def test_rejected_samples_and_a_partial_step_are_no_spread() -> None:
-    even = [np.full(count, 7) for count in (40, 38, 5)]
-    assert TokenSpread.of(even) == TokenSpread(7 * 83 / 3, 0.0, 0.0)
+def test_rejected_samples_are_no_spread() -> None:
+    even = [np.full(count, 7) for count in (40, 38, 39)]
+    assert TokenSpread.of(even) == TokenSpread(7 * 39, 0.0, 0.0)
     assert TokenSpread.of(even[:1]) is None
+
+
+def test_a_partial_last_step_is_said_and_left_out_of_the_spread(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    tokens = [100] * 8 + [200] * 8 + [10] * 2
+    file.write_text("num_image_tiles,num_tokens\n" + "".join(f"0,{count}\n" for count in tokens))
+    given = (str(file), "data.shuffle=none")
+    spread = record_of(*given, "--batch", "8")["step_tokens"]
+    assert (spread["mean"], spread["spread"]) == (1200, pytest.approx(400 * 2**0.5 / 1200))
+    shown = " ".join(pack(*given, "--batch", "8").stdout.split())
+    assert "steps all 3 steps, 2 steps of 8 samples and a last one of 2" in shown
+    assert "a whole step 1,200 tokens on average, standard deviation 47.1%" in shown
+    one_whole = " ".join(pack(*given, "--batch", "16").stdout.split())
+    assert "all 2 steps, 1 step of 16 samples and a last one of 2" in one_whole and "on average" not in one_whole
+    assert "the only step, 18 of 64 samples" in " ".join(pack(*given, "--batch", "64").stdout.split())
+    assert "all 2 steps, 9 samples each" in " ".join(pack(*given, "--batch", "9").stdout.split())
 
 
 def test_rows_beyond_the_longest_sequence_get_the_configured_treatment(lengths: str) -> None:

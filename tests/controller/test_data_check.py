@@ -73,8 +73,16 @@ def checked(config: RunConfig, **options: Any) -> DataReport:
 
 def test_every_kind_of_bad_row_is_found_with_its_place_and_reason(tmp_path: Path, world: World) -> None:
     bad = bad_rows(world)
+    (tmp_path / "late.png").write_bytes(world.truncated_image())
+    bad[LATE]["images"] = [{"bytes": None, "path": "late.png"}]
     world.rows += bad.values()
-    config = tiny_config(tmp_path, world.write(tmp_path / "rows.parquet"), "bad", "data.max_image_pixels=10000")
+    config = tiny_config(
+        tmp_path,
+        world.write(tmp_path / "rows.parquet"),
+        "bad",
+        "data.max_image_pixels=10000",
+        f"data.sources.0.image_root={tmp_path}",
+    )
     kinds = list(bad)
 
     report = checked(config)
@@ -89,6 +97,8 @@ def test_every_kind_of_bad_row_is_found_with_its_place_and_reason(tmp_path: Path
     with_decoding = checked(config, decode=True)
     late = with_decoding.rejected[-1]
     assert (late.ref.row, late.reason.value, late.image) == (NUM_GOOD + 7, "corrupt_image", 1)
+    assert late.path is not None and late.path.endswith("late.png"), "one process has the row and the pixels"
+    assert "late.png" in late.detail
     assert with_decoding.num_rejected == 8
     assert with_decoding.num_rejected_by_reason["corrupt_image"] == 2
 

@@ -15,16 +15,21 @@ from flowtrain.cli.tables import plan_tables
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.dry_run import DryRunReport, foresee_run
 from flowtrain.controller.feeder_memory import feeder_need
+from flowtrain.controller.opening import OpenRun, note_start
 from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
 from flowtrain.controller.predict import ImageTokens, image_tokens, sized_units
 from flowtrain.controller.prepare import check_memory, memory_shortage, prepare
+from flowtrain.controller.resume import ResumePoint
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.stream import EventStream
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.types.evaluation import EvalRounds
+from flowtrain.types.run_events import Noted, RunEvent
 from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 from tests.e2e.worlds import World, tiny_config
 
@@ -53,6 +58,20 @@ def test_a_run_by_steps(data: Path) -> None:
     assert run_spec.source_sizes == (NUM_ROWS,) and run_spec.epoch_positions == NUM_ROWS
     assert run_spec.evaluations == () and run_spec.num_eval == 0
     assert run_spec.plan.encoders["vision"].num_actors == 2
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_warned"), [(4, False), (5, True)])
+def test_a_run_within_its_warmup_is_warned_of_at_its_start(data: Path, warmup_steps: int, is_warned: bool) -> None:
+    run_spec = prepare(config_of(data, f"training.warmup_steps={warmup_steps}"))
+    told: list[RunEvent] = []
+    stream = EventStream()
+    stream.add(told.append)
+    note_start(OpenRun(run_spec, [], None, None, RunDir(data), ResumePoint()), stream)
+    warnings = [event.text for event in told if isinstance(event, Noted) and event.level == "warning"]
+    assert warnings == ([run_spec.warmup_warning] if is_warned else [])
+    if is_warned:
+        said = "training.warmup_steps is 5, and the run has 4 steps: the learning rate never reaches training."
+        assert warnings[0].startswith(said)
 
 
 PATTERNS = ["*mlp*", "*embed_tokens*", "connector.linear_1.*"]

@@ -100,7 +100,8 @@ class RowChecker:
         if isinstance(result, Rejection):
             return result
         if self._decode:
-            pixels = pixels_of_sample(ref, loaded.images, self._max_pixels, self._preprocess)
+            paths = [None if image.path is None else str(image.path) for image in raw.images]
+            pixels = pixels_of_sample(ref, loaded.images, self._max_pixels, self._preprocess, paths)
             if isinstance(pixels, Rejection):
                 return replace(pixels, id=raw.id)
         return _sizes_of(result, raw, loaded.images)

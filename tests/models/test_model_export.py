@@ -282,6 +282,6 @@ def test_wrong_weights_of_the_connector_are_named(make_config, tmp_path):
     weights[name] = weights[name][1:].contiguous()
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     again = family_from_config(make_config(**whole(tmp_path)))
-    said = rf"^model\.path: {name} of .* has shape \[63, 64\], the model \[64, 64\]; is it the right kind"
+    said = rf"^model\.path: {name} of .* has shape \[63, 64\], the model \[64, 64\]; correct its config.json"
     with pytest.raises(ConfigError, match=said):
         again.load_backbone()

@@ -66,6 +66,7 @@ class Ending:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._earlier = self._opening
         self.planning: Mapping[str, Any] | None = None
         """What ``mode: auto`` predicted (``planning.json``); None: no plan was made."""
 
@@ -89,7 +90,7 @@ class Ending:
     def write_failed(self, error: Exception) -> None:
         """Write as ``write`` does, and add to an error where a user can read more about the run."""
         report = self.write()
-        if isinstance(error, ConfigError) or not self._has_run:  # of a refused run there is nothing to read
+        if not self._has_run or self._opening == self._earlier:  # what is there is of an earlier start
             return
         error.add_note(f"the report of the run: {report}" if report is not None else f"the run is in {self._run.root}")
 
@@ -99,9 +100,10 @@ class Ending:
         try:
             if not self._has_run:
                 return
-            last = checkpoint_store.latest_complete(run.checkpoints)
-            saved = checkpoint_store.read_meta(last).step if last is not None else None
-            interrupt.add_note(f"{run.root}: {resume_text(status_of(run.root).step, saved)}")
+            if self._config.emulation is None:  # such a run cannot be resumed
+                last = checkpoint_store.latest_complete(run.checkpoints)
+                saved = checkpoint_store.read_meta(last).step if last is not None else None
+                interrupt.add_note(f"{run.root}: {resume_text(status_of(run.root).step, saved)}")
             if run.metrics.is_file():
                 interrupt.add_note(f"flowtrain report {run.root} writes its report")
         except Exception as error:  # the interrupt itself counts more
@@ -110,6 +112,15 @@ class Ending:
     @property
     def _run(self) -> RunDir:
         return run_dir(self._config)
+
+    @property
+    def _opening(self) -> tuple[int, int] | None:
+        """Tells the starts that opened the directory apart: each replaces the plan; None: none has."""
+        try:
+            plan = self._run.plan.stat()
+        except OSError:
+            return None
+        return plan.st_ino, plan.st_mtime_ns
 
     @property
     def _has_run(self) -> bool:

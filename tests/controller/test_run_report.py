@@ -12,7 +12,7 @@ from flowtrain.config.load import dump_resolved, load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.run_report import report_at_end
 from flowtrain.errors import ConfigError, WorkerLostError
-from flowtrain.observability.run_dir import held_run_dir
+from flowtrain.observability.run_dir import RunDir, held_run_dir
 from flowtrain.training import checkpoint_store
 from tests.report.runs import write_run
 
@@ -50,17 +50,23 @@ def test_a_run_that_ends_well_or_badly_gets_its_report(config: RunConfig, tmp_pa
 
 def test_an_error_names_the_report_or_the_directory(config: RunConfig, tmp_path: Path) -> None:
     directory = tmp_path / "quickstart"
+    errors: tuple[Exception, ...] = (WorkerLostError("it died"), ConfigError("an actor cannot build the model"))
     for each, note in (
         (config, f"the report of the run: {directory / 'report.html'}"),
         (override_config(config, ["observability.report=false"]), f"the run is in {directory}"),
     ):
-        with pytest.raises(WorkerLostError) as caught, report_at_end(each):
-            raise WorkerLostError("it died")
-        assert caught.value.__notes__ == [note]
+        for error in errors:
+            with pytest.raises(type(error)) as caught, report_at_end(each):
+                RunDir(directory).write_plan({"mode": "decoupled"})  # as a start does that opens the directory
+                raise error
+            assert caught.value.__notes__.pop() == note
+
+
+def test_an_error_before_the_directory_is_opened_has_nothing_to_read(config: RunConfig) -> None:
     for name, error in (("quickstart", ConfigError("refused")), ("other", WorkerLostError("it died"))):
         with pytest.raises(type(error)), report_at_end(override_config(config, [f"name={name}"])):
             raise error
-        assert not hasattr(error, "__notes__"), "there is nothing to read"
+        assert not hasattr(error, "__notes__")
 
 
 def test_an_interrupt_says_what_is_lost_and_how_to_get_the_report(config: RunConfig, tmp_path: Path) -> None:
@@ -77,6 +83,13 @@ def test_an_interrupt_says_what_is_lost_and_how_to_get_the_report(config: RunCon
     with pytest.raises(KeyboardInterrupt) as caught, report_at_end(override_config(config, ["name=other"])):
         raise KeyboardInterrupt
     assert not hasattr(caught.value, "__notes__"), "the run had not begun"
+
+
+def test_an_interrupt_of_a_run_on_emulated_devices_names_no_resume(config: RunConfig, tmp_path: Path) -> None:
+    model = config.model.model_copy(update={"device": "emulated"})
+    with pytest.raises(KeyboardInterrupt) as caught, report_at_end(config.model_copy(update={"model": model})):
+        raise KeyboardInterrupt
+    assert caught.value.__notes__ == [f"flowtrain report {tmp_path / 'quickstart'} writes its report"]
 
 
 def test_nothing_is_written_if_it_is_off_or_interrupted(config: RunConfig, tmp_path: Path) -> None:

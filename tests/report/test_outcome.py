@@ -73,6 +73,31 @@ def test_a_run_that_a_process_holds_is_running(directory: Path, monkeypatch: pyt
     assert (running.state, running.duration_s) == (State.RUNNING, 77.0)
 
 
+def test_a_run_on_emulated_devices_cannot_go_on(directory: Path) -> None:
+    events = started(num_steps=100), ended("stopped")
+    assert outcome_of(with_events(directory, *events)).resume.endswith("begins anew; steps 1 to 40 are lost")
+    with (directory / "config.yaml").open("a") as file:
+        file.write("model: {device: emulated}\n")
+    assert outcome_of(with_events(directory, *events)).resume == ""
+    (directory / "config.yaml").unlink()
+    (directory / "metrics.jsonl").write_text('{"schema": 2, "step": 1, "emulated": "emulated h200"}\n')
+    assert outcome_of(with_events(directory, *events)).resume == ""
+
+
+def test_the_last_checkpoint_is_what_the_directory_has(directory: Path) -> None:
+    events = started(num_steps=100), *(event("checkpoint", step, float(step)) for step in (20, 40)), ended("stopped")
+    assert outcome_of(with_events(directory, *events)).checkpoint_step == 40, "the events alone were copied"
+    checkpoints = directory / "checkpoints"
+    checkpoints.mkdir()
+    assert outcome_of(with_events(directory, *events)).checkpoint_step is None, "they were deleted"
+    for name in ("step-00000020", "step-00000030", "unreached-step-00000050-abc"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "meta.json").touch()
+    (checkpoints / "step-00000060").mkdir()  # incomplete
+    found = outcome_of(with_events(directory, *events))
+    assert found.resume == "flowtrain train --resume goes on after step 30; steps 31 to 40 are lost"
+
+
 def test_a_resume_whose_actors_have_not_started_yet_is_running(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

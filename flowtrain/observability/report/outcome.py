@@ -55,12 +55,14 @@ class Outcome:
     """When the last step or event was."""
     checkpoint_step: int | None
     """Of the last complete checkpoint; None: there is none."""
+    can_resume: bool
+    """Whether ``--resume`` is allowed: a run on emulated devices has nothing to go on from."""
 
     @property
     def resume(self) -> str:
         """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
         is_short = self.num_steps is None or self.step < self.num_steps
-        if self.state in (State.STOPPED, State.KILLED) and is_short:
+        if self.can_resume and self.state in (State.STOPPED, State.KILLED) and is_short:
             return resume_text(self.step, self.checkpoint_step)
         return ""
 
@@ -107,16 +109,25 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
     else:
         duration_s = end_s - started_s if end_s is not None and started_s is not None else None
     return Outcome(
-        state, reason, step, num_steps, started_s, duration_s, max(len(starts), 1), last_s, _checkpoint_step(run)
+        state,
+        reason,
+        step,
+        num_steps,
+        started_s,
+        duration_s,
+        max(len(starts), 1),
+        last_s,
+        _checkpoint_step(run),
+        not run.is_emulated,
     )
 
 
 def _checkpoint_step(run: RunData) -> int | None:
-    steps = [as_number(event.get("step")) for event in run.of_kind("checkpoint")]
-    if not run.events:  # of an earlier version, or damaged: names of directories tell it too
-        names = (path.name.removeprefix("step-") for path in run.files.checkpoints.glob("step-*"))
-        steps = [float(name) for name in names if name.isdecimal()]
-    return int(max(steps)) if steps and math.isfinite(max(steps)) else None
+    if run.files.checkpoints.is_dir():  # events may lack a checkpoint, or name one that was deleted
+        names = (path.parent.name.removeprefix("step-") for path in run.files.checkpoints.glob("step-*/meta.json"))
+        return max((int(name) for name in names if name.isdecimal()), default=None)
+    steps = (as_number(event.get("step")) for event in run.of_kind("checkpoint"))
+    return max((int(step) for step in steps if math.isfinite(step)), default=None)
 
 
 def _first_time(run: RunData) -> float | None:

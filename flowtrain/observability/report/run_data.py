@@ -81,6 +81,11 @@ class RunData:
         """How encoders and backbone share devices."""
         return as_text(self.plan.get("mode") or self.config.get("mode")) or "decoupled"
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its devices are emulated; a run without a step tells it by its configuration."""
+        return self.steps.emulated is not None or dig(self.config, "model", "device") == "emulated"
+
     def of_kind(self, kind: str) -> list[Record]:
         """Return the events of one kind, in order."""
         return [event for event in self.events if event.get("event") == kind]

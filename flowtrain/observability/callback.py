@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FunctionType
 
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_events import (
@@ -68,6 +69,8 @@ _METHODS: dict[type, str] = {
     Noted: "on_note",
     RunEnded: "on_run_end",
 }
+_LIKENESS = 0.7
+"""From which on a name is a misspelt one; ``on_`` alone makes short names half alike."""
 
 
 def deliver(callback: object, event: RunEvent) -> None:
@@ -97,20 +100,35 @@ def check_callbacks(callbacks: Iterable[object]) -> list[object]:
 
 
 def method_fault(callback: object) -> str | None:
-    """Return what is wrong with the methods of a callback, or of a class of callbacks; None if nothing is."""
-    known = list(_METHODS.values())
-    for name in dir(callback):
-        if name.startswith("on_") and name not in known and _is_method(callback, name):
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]}? " if near else f"the methods are {', '.join(known)}. "
-            return f"has a method {name}, which no event calls; {meant}Other methods may not begin with on_"
-    # A class with ``__getattr__`` may have them all the same.
-    if any(_is_method(callback, name) for name in (*known, "__getattr__")):
+    """Return what is wrong with the methods of a callback, or of a class of callbacks; None if nothing is.
+
+    Runs none of the callback's code, such as properties.
+    """
+    known = tuple(_METHODS.values())
+    for name in _other_methods(callback if isinstance(callback, type) else type(callback), known):
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS):
+            return f"has a method {name}, which no event calls; did you mean {near[0]}? If not, give it another name"
+    # A class with ``__getattr__`` may have them all the same, and so may the objects that a class makes in its own way.
+    if _has_any(callback, (*known, "__getattr__")) or (isinstance(callback, type) and _makes_objects(callback)):
         return None
     return f"has none of the methods that events call; give it at least one of {', '.join(known)}"
 
 
-def _is_method(callback: object, name: str) -> bool:
-    """Whether an attribute is a method; runs none of the callback's code, such as properties."""
-    found = inspect.getattr_static(callback, name, None)
-    return callable(found) or isinstance(found, classmethod)
+def _other_methods(cls: type, known: tuple[str, ...]) -> Iterator[str]:
+    """Yield the methods that are named like those of events, but for those that another library's base class has."""
+    foreign = {name for base in cls.__mro__[1:] if not _has_any(base, known) for name in vars(base)}
+    for each in cls.__mro__:
+        for name, value in vars(each).items():
+            is_method = isinstance(value, FunctionType | classmethod | staticmethod)
+            if is_method and name.startswith("on_") and name not in foreign and name not in known:
+                yield name
+
+
+def _has_any(callback: object, names: Iterable[str]) -> bool:
+    """Whether an attribute with one of these names is a method, or may give one, as properties and slots do."""
+    found = (inspect.getattr_static(callback, name, None) for name in names)
+    return any(callable(each) or hasattr(type(each), "__get__") for each in found)
+
+
+def _makes_objects(cls: type) -> bool:
+    return cls.__init__ is not object.__init__ or cls.__new__ is not object.__new__  # type: ignore[misc]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, partialmethod, singledispatchmethod
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,52 @@ class Anything:
         return lambda event: None
 
 
+class Partial:
+    on_step = partialmethod(lambda self, mark, event: None, "x")
+
+
+class Single:
+    @singledispatchmethod
+    def on_note(self, event: object) -> None: ...
+
+
+class Given:
+    @property
+    def on_step(self) -> Any:
+        raise AssertionError("no code of a callback runs")
+
+
+@dataclass(slots=True)
+class Slots:
+    on_step: Any
+
+
+class Hooked(Plain):
+    """Keeps a hook, and names an error's class and a helper."""
+
+    on_problem = RuntimeError
+
+    def __init__(self) -> None:
+        self.on_failure = self.on_steps = print
+
+    def on_gpu_lost(self) -> None: ...
+
+    def __dir__(self) -> list[str]:
+        raise RuntimeError("closed")
+
+
+class Elsewhere:
+    """The interface of another library."""
+
+    def on_step_end(self) -> None: ...
+
+    def on_evaluate(self) -> None: ...
+
+
+class Both(Callback, Elsewhere):
+    def on_step_end(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
@@ -152,6 +199,8 @@ class Anything:
         (Plain, r"callbacks is the class Plain; give a list of objects: callbacks=\[Plain\(\)\]"),
         ([Plain(), Plain], r"callbacks\[1\] is the class Plain; give an object of it: Plain\(\)"),
         ([Misspelt()], r"callbacks\[0\], of class Misspelt, has a method on_stpe, .* did you mean on_step\?"),
+        ([type("BothMisspelt", (Both,), {"on_stpe": lambda self: None})()], r"has a method on_stpe"),
+        ([Elsewhere()], r"has a method on_step_end, .* did you mean on_step\?"),
         ([PlainMisspelt()], r"has a method on_chekpoint, which no event calls; did you mean on_checkpoint\?"),
         (["Plain"], r"callbacks\[0\], of class str, has none of the methods .* on_run_start, on_step"),
     ],
@@ -162,9 +211,14 @@ def test_what_cannot_follow_a_run_is_refused(given: Any, fault: str) -> None:
 
 
 def test_objects_with_methods_may_follow_a_run() -> None:
-    given = (Callback(), Plain(), Anything(), Follower())
+    given = (Callback(), Plain(), Anything(), Follower(), Hooked(), Both())
     assert check_callbacks(given) == list(given)
     assert check_callbacks(each for each in given) == list(given)
+
+
+@pytest.mark.parametrize("callback", [Partial(), Single(), Given(), Slots(print)], ids=lambda each: type(each).__name__)
+def test_a_method_may_be_whatever_gives_something_to_call(callback: object) -> None:
+    assert check_callbacks([callback]) == [callback]
 
 
 # --- trackers --------------------------------------------------------------------------------------------------------

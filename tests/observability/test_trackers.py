@@ -389,9 +389,13 @@ def test_modules_are_looked_for_without_an_import(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     assert registry._is_there("boards_of_mine.board") and not registry._is_there("boards_of_mine.other")
     assert not registry._is_there("boards_of_mine.board.deeper")
+    monkeypatch.setitem(sys.modules, "without_a_spec", ModuleType("without_a_spec"))
+    assert not registry._is_there("without_a_spec.board")
 
 
 USERS_MODULE = """
+import functools
+
 class Board:
     def __init__(self, every, colour="red"): ...
     def on_step(self, event): ...
@@ -404,7 +408,31 @@ class Misspelt(Board):
 
 class Deaf: ...
 
+class Handed:
+    def __init__(self, handler=print):
+        self.on_step = handler
+
+class Another:
+    def __new__(cls):
+        return Board(1)
+
+class Silent:
+    def __init__(self): ...
+
+every_third = functools.partial(Board, every=3)
+
 def make(): ...
+"""
+LAZY_MODULE = """
+from json import JSONDecoder
+
+def __dir__():
+    return ["Board", "JSONDecoder", "Broken"]
+
+def __getattr__(name):
+    if name in ("Board", "Broken"):
+        raise RuntimeError("an extra is missing")
+    raise AttributeError(name)
 """
 
 
@@ -412,9 +440,11 @@ def make(): ...
 def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "boards_of_a_user.py").write_text(USERS_MODULE)
     (tmp_path / "broken_boards.py").write_text("import boards_of_a_user\n1 / 0\n")
+    (tmp_path / "lazy_boards.py").write_text(LAZY_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    sys.modules.pop("boards_of_a_user", None)
+    for name in ("boards_of_a_user", "lazy_boards"):
+        sys.modules.pop(name, None)
 
 
 def with_tracker(name: str, options: dict[str, Any]) -> RunConfig:
@@ -432,7 +462,7 @@ def with_tracker(name: str, options: dict[str, Any]) -> RunConfig:
             r"observability.trackers.0 = 'boards_of_a_user:Bord': module boards_of_a_user has no Bord; "
             r"did you mean boards_of_a_user:Board\?",
         ),
-        ("boards_of_a_user:xyz", {}, r"has no xyz; it has Any, Board, Deaf, Misspelt"),
+        ("boards_of_a_user:xyz", {}, r"has no xyz; it has Another, Any, Board, Deaf, Handed, Misspelt, Silent"),
         ("boards_of_a_user:make", {}, r"make is no class but a function; name a class"),
         ("boards_of_a_user:Deaf", {}, r"the class has none of the methods that events call; .* on_run_start, on_step"),
         ("boards_of_a_user:Misspelt", {}, r"the class has a method on_run_edn, .* did you mean on_run_end\?"),
@@ -441,6 +471,13 @@ def with_tracker(name: str, options: dict[str, Any]) -> RunConfig:
             {},
             r"import of broken_boards fails; .* ZeroDivisionError.*broken_boards.py:2, in <mod",
         ),
+        (
+            "lazy_boards:Broken",
+            {},
+            r"import of lazy_boards fails; .* RuntimeError: an extra is missing .*lazy_boards.py",
+        ),
+        ("lazy_boards:Bord", {}, r"module lazy_boards has no Bord; did you mean lazy_boards:Board\?"),
+        ("boards_of_a_user:every_third", {"evry": 1}, r"every_third.evry: unknown option; did you mean every\?"),
         (
             "boards_of_a_user:Board",
             {"evry": 10, "every": 1},
@@ -467,6 +504,10 @@ def test_a_class_that_cannot_follow_the_run_is_refused(name: str, options: dict[
     [
         ("boards_of_a_user:Board", {"every": 10}),
         ("boards_of_a_user:Any", {"whatever": 1}),
+        ("boards_of_a_user:every_third", {"colour": "blue"}),
+        ("boards_of_a_user:Handed", {}),
+        ("boards_of_a_user:Another", {}),
+        ("boards_of_a_user:Silent", {}),  # its object is looked at once it is built
         ("mlflow", {"tracking_uri": "http://server", "experiment": "cats"}),
         ("wandb", {"whatever": 1}),  # its library knows
     ],
@@ -476,6 +517,18 @@ def test_a_class_that_takes_its_options_is_not_refused(
 ) -> None:
     monkeypatch.setattr(registry, "_is_there", lambda module: True)
     check_tracker_classes(with_tracker(name, options))
+
+
+@pytest.mark.usefixtures("users_module")
+def test_an_object_without_methods_switches_its_tracker_off() -> None:
+    stream = EventStream()
+    names = ("boards_of_a_user:Silent", "boards_of_a_user:Handed", "boards_of_a_user:Another")
+    stream.add_trackers(make_trackers(ObservabilityConfig(trackers=names)))
+    stream.emit(started())
+    stream.close()
+    (off,) = stream.off
+    assert off.startswith("boards_of_a_user:Silent was off from step ")
+    assert "the object that Silent gives has none of the methods that events call" in off
 
 
 def test_a_wrong_option_of_mlflow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

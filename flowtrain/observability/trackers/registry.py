@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from flowtrain.config.flow import ObservabilityConfig
 from flowtrain.config.messages import refusal
@@ -28,6 +29,7 @@ _NAMED: Mapping[str, tuple[str, str]] = {
 """The library that each needs, and its class."""
 _MAX_SHOWN = 10
 """Names that a message lists; a module may have thousands."""
+_ABSENT = object()
 _Parameter = inspect.Parameter
 
 
@@ -75,7 +77,10 @@ def make_trackers(settings: ObservabilityConfig, callbacks: Sequence[object] = (
 
 def _build(name: str, options: Mapping[str, Any]) -> object:
     module, attribute = _place(name)
-    return getattr(importlib.import_module(module), attribute)(**options)
+    built: object = getattr(importlib.import_module(module), attribute)(**options)
+    if (fault := method_fault(built)) is not None:  # the class alone does not always show it
+        raise ConfigError(f"the object that {attribute} gives {fault}")
+    return built
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -88,24 +93,32 @@ class _NoTracker(Exception):
     """Says why a name gives no class of trackers."""
 
 
-def _class_of(name: str) -> type:
+def _class_of(name: str) -> Callable[..., object]:
+    """The class of a tracker, or a ``functools.partial`` of one."""
     module, attribute = _place(name)
     try:
         found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        named = getattr(found, attribute, _ABSENT)
+        classes = _class_names(found) if named is _ABSENT else []
+    except (Exception, SystemExit) as error:  # the user's code, such as a module's ``__getattr__``, may raise anything
         raise _NoTracker(f"the import of {module} fails; correct it: {described(error)}") from error
-    if not hasattr(found, attribute):
-        classes = [each for each in dir(found) if isinstance(getattr(found, each, None), type)]
+    if named is _ABSENT:
         raise _NoTracker(f"module {module} has no {attribute}; {_meant(attribute, classes, f'{module}:')}")
-    named = getattr(found, attribute)
-    if not isinstance(named, type):
+    cls = named.func if isinstance(named, partial) else named
+    if not isinstance(cls, type):
         raise _NoTracker(f"{attribute} is no class but a {type(named).__name__}; name a class such as my_boards:Board")
-    if (fault := method_fault(named)) is not None:
+    if (fault := method_fault(cls)) is not None:
         raise _NoTracker(f"the class {fault}")
-    return named
+    return cast("Callable[..., object]", named)
 
 
-def _option_faults(name: str, tracker: type, options: Mapping[str, Any]) -> Iterator[Fault]:
+def _class_names(module: ModuleType) -> list[str]:
+    """Names of a module's classes, and of what it would import only when asked; imports none of that."""
+    loaded = vars(module)
+    return [name for name in dir(module) if isinstance(loaded.get(name, object), type)]
+
+
+def _option_faults(name: str, tracker: Callable[..., object], options: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield what is wrong with the names of a tracker's options; values, which may be secret, are not shown."""
     try:
         signature = inspect.signature(tracker)
@@ -141,7 +154,10 @@ def _is_there(module: str) -> bool:
     if module in sys.modules:
         return True
     first, *rest = module.split(".")
-    spec, name = importlib.util.find_spec(first), first
+    try:
+        spec, name = importlib.util.find_spec(first), first
+    except (ImportError, ValueError):  # ``__main__`` and the like say nothing of where they come from
+        return False
     for part in rest:  # ``importlib.util.find_spec`` would import the packages above it
         if spec is None or spec.submodule_search_locations is None:
             return False

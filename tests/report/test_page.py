@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from flowtrain.errors import ConfigError
+from flowtrain.observability.report import gantt
 from flowtrain.observability.report.build import MAX_RUNS, ReportOptions, build_report
 from flowtrain.observability.report.data_sections import MAX_REJECTED, generated_of
 from flowtrain.observability.report.run_data import read_run
@@ -381,6 +382,40 @@ def test_only_steps_that_a_window_has_are_advised(directory: Path) -> None:
     assert page.by_id("gantt-title").text == "Steps 41 to 43"
     shutil.rmtree(directory / "traces" / "steps-41-50")
     assert "flowtrain trace has recorded" not in page_of(directory).text
+
+
+def test_a_window_that_is_too_large_for_a_page_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, steps in (("steps-29-32", range(29, 33)), ("steps-41-90", range(41, 91))):
+        window = directory / "traces" / name
+        window.mkdir(parents=True)
+        write_trace(window / "trace.json", steps)
+    monkeypatch.setattr(gantt, "MAX_TRACE_NBYTES", (directory / "traces/steps-41-90/trace.json").stat().st_size - 1)
+    note = "steps-41-90/trace.json has 0 MiB, too much for a page; open it at ui.perfetto.dev"
+    text = page_of(directory).text
+    shown = "flowtrain report RUN --steps 29-32 shows the last that a page can show"
+    assert f"recorded steps 29-32, 41-90: {shown}" in text and note in text
+    with pytest.raises(ConfigError, match=rf"steps 50 to 51 \(--steps\) are not in .* it has steps 1 to 20; {note}"):
+        build_report([directory], ReportOptions((50, 51)))
+    shutil.rmtree(directory / "traces/steps-29-32")
+    assert "recorded steps 41-90." in page_of(directory).text
+
+
+def test_each_window_is_read_once_unless_it_is_drawn(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for first in (21, 31, 41):
+        window = directory / "traces" / f"steps-{first}-{first + 2}"
+        window.mkdir(parents=True)
+        write_trace(window / "trace.json", range(first, first + 3))
+    read: list[str] = []
+
+    def noted(path: Path, *rest: Any) -> list[gantt.Work]:
+        read.append(path.parent.name)
+        return read_trace(path, *rest)
+
+    read_trace = gantt.read_trace
+    monkeypatch.setattr("flowtrain.observability.report.build.read_trace", noted)
+    page_of(directory, options=ReportOptions((31, 32), thumbnails=False))
+    windows = [f"steps-{first}-{first + 2}" for first in (21, 31, 41)]
+    assert sorted(read) == sorted([directory.name, *windows, windows[1]])
 
 
 def test_what_was_planned_is_beside_what_came_out(directory: Path) -> None:

@@ -32,7 +32,7 @@ from flowtrain.observability.report.data_sections import (
     transports_table,
 )
 from flowtrain.observability.report.figures import Chart
-from flowtrain.observability.report.gantt import gantt_of, read_trace, step_ends
+from flowtrain.observability.report.gantt import gantt_of, is_too_large, read_trace, step_ends
 from flowtrain.observability.report.markup import Content, element, join
 from flowtrain.observability.report.outcome import key_figures, outcome_of, verdict_of
 from flowtrain.observability.report.page import page
@@ -59,6 +59,32 @@ MAX_RUNS = 6
 """Runs in one page: as many as there are colours."""
 _WINDOW = re.compile(r"steps-(\d+)-(\d+)")
 """Begins the name of a window's directory."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Window:
+    """What ``flowtrain trace`` recorded at one time."""
+
+    first: int
+    """Its first whole step."""
+    last: int
+    path: Path
+    is_shown: bool
+    """A page can show it; otherwise the steps are those that were asked for."""
+
+    @property
+    def steps(self) -> str:
+        """As ``--steps`` takes them."""
+        return f"{self.first}-{self.last}"
+
+    @property
+    def name(self) -> str:
+        """Of the file, within the run's traces."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    def has_any_of(self, steps: tuple[int, int]) -> bool:
+        """Whether it has one of these steps, given by the first and the last."""
+        return self.first <= steps[1] and steps[0] <= self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +132,8 @@ def _sections(run: RunData, options: ReportOptions, now: float, prefix: str, pic
     ask_quarantined(run, pictures, options.image_of if options.thumbnails else None, prefix)
     ask_generated(run, samples, pictures, prefix)
     trace_notes = Notes()
-    timeline = _timeline(run, options, prefix, trace_notes)
+    windows = _windows(run, trace_notes)
+    timeline = _timeline(run, options, prefix, trace_notes, windows)
     steady = element("p", steady_note(run), class_="muted") if len(run.steps) else None
     at_once: list[Content] = [verdict_box(outcome, verdict_of(run, figures)), glance(run, figures), steady]
     found: list[tuple[str, str, list[Content]]] = [
@@ -115,7 +142,7 @@ def _sections(run: RunData, options: ReportOptions, now: float, prefix: str, pic
         ("samples", "Generated samples", [generated_content(samples, pictures, prefix)]),
         ("speed", "Speed", [_charts(speed_charts(run), prefix)]),
         ("flow", "Flow of data", [_charts(flow_charts(run), prefix), transports_table(run)]),
-        ("timeline", "Timeline", [timeline, _windows_note(run)]),
+        ("timeline", "Timeline", [timeline, _windows_note(windows)]),
         ("packing", "Packing and balance", [_charts(packing_charts(run), prefix), packing_table(run)]),
         ("plan", "Plan and reality", [*plan_content(run, figures), modes_table(run)]),
         ("data", "Data", [sources_table(run)]),
@@ -135,40 +162,49 @@ def _charts(shown: Sequence[Chart], prefix: str) -> Markup | None:
     return charts(replace(chart, key=f"{prefix}{chart.key}-chart") for chart in shown)
 
 
-def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -> Markup | None:
+def _timeline(
+    run: RunData, options: ReportOptions, prefix: str, notes: Notes, windows: Sequence[_Window] = ()
+) -> Markup | None:
+    """Return the picture of some steps; None without a trace. notes: about traces."""
     work = read_trace(run.files.trace, notes)
     first, last = options.steps if options.steps is not None else (None, None)
     gantt = gantt_of(work, run.steps, first, last) if work else None
     if gantt is not None:
         return gantt_figure(gantt, f"{prefix}gantt")
     if options.steps is not None:
-        for _, _, window in _windows(run):
-            if (gantt := gantt_of(read_trace(window, notes), run.steps, first, last)) is not None:
-                return gantt_figure(gantt, f"{prefix}gantt")
+        for window in windows:  # read again, since all of them at once would take much memory
+            if window.has_any_of(options.steps):
+                work_of = read_trace(window.path, notes, window.name)
+                if (gantt := gantt_of(work_of, run.steps, first, last)) is not None:
+                    return gantt_figure(gantt, f"{prefix}gantt")
         traced = sorted(step_ends(work, run.steps))
         has = f"it has steps {traced[0]} to {traced[-1]}" if traced else "it has no whole step"
-        raise ConfigError(f"steps {first} to {last} (--steps) are not in {run.files.trace}: {has}")
+        why = "; ".join((has, *notes.texts))
+        raise ConfigError(f"steps {first} to {last} (--steps) are not in {run.files.trace}: {why}")
     return None
 
 
-def _windows(run: RunData) -> list[tuple[int, int, Path]]:
-    """Return first whole step, last one and file of each window of ``flowtrain trace`` that has one, in order."""
-    found: list[tuple[int, int, Path]] = []
+def _windows(run: RunData, notes: Notes) -> list[_Window]:
+    """Return the windows of ``flowtrain trace`` that have a whole step, in order."""
+    found = []
     for path in run.files.windows.glob("*/trace.json"):
         if match := _WINDOW.match(path.parent.name):
-            asked = range(int(match[1]), int(match[2]) + 1)  # a run that ended earlier has fewer
-            steps = [step for step in step_ends(read_trace(path, Notes()), run.steps) if step in asked]
-            found += [(steps[0], steps[-1], path)] if steps else []
+            asked = _Window(int(match[1]), int(match[2]), path, not is_too_large(path))
+            ends = step_ends(read_trace(path, notes, asked.name), run.steps)
+            steps = [step for step in ends if asked.first <= step <= asked.last]  # a run that ended earlier has fewer
+            if steps or not asked.is_shown:
+                found.append(replace(asked, first=steps[0], last=steps[-1]) if steps else asked)
     return sorted(found)
 
 
-def _windows_note(run: RunData) -> Markup | None:
-    found = list(dict.fromkeys(f"{first}-{last}" for first, last, _ in _windows(run)))
-    if not found:
+def _windows_note(windows: Sequence[_Window]) -> Markup | None:
+    if not windows:
         return None
-    command = f"flowtrain report RUN --steps {found[-1]}"
-    text = f"flowtrain trace has recorded steps {', '.join(found)}: {command} shows the last of them."
-    return element("p", text, class_="muted")
+    text = f"flowtrain trace has recorded steps {', '.join(dict.fromkeys(each.steps for each in windows))}"
+    if shown := [each for each in windows if each.is_shown]:
+        which = "the last of them" if shown[-1] == windows[-1] else "the last that a page can show"
+        text += f": flowtrain report RUN --steps {shown[-1].steps} shows {which}"
+    return element("p", f"{text}.", class_="muted")
 
 
 def _comparison(runs: Sequence[RunData], options: ReportOptions, now: float) -> str:

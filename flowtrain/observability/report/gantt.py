@@ -76,20 +76,28 @@ class Gantt:
     """Actors that are not shown."""
 
 
-def read_trace(path: Path, notes: Notes) -> list[Work]:
-    """Return the timed work of a trace; of a file that is cut, what can be read. There is none without a file."""
+def read_trace(path: Path, notes: Notes, name: str = "trace.json") -> list[Work]:
+    """Return the timed work of a trace; of a file that is cut, what can be read. There is none without a file.
+
+    name: of the file, in notes.
+    """
     try:
-        nbytes = path.stat().st_size
-        if nbytes > MAX_TRACE_NBYTES:
-            notes.add(f"{path.name} has {nbytes >> 20:,} MiB, too much for a page; open it at ui.perfetto.dev")
+        if is_too_large(path):
+            nbytes = path.stat().st_size
+            notes.add(f"{name} has {nbytes >> 20:,} MiB, too much for a page; open it at ui.perfetto.dev")
             return []
         data = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
-        notes.add(f"{path.name} cannot be read: {error.strerror}")
+        notes.add(f"{name} cannot be read: {error.strerror}")
         return []
-    return list(_work(_events(data, path.name, notes)))
+    return list(_work(_events(data, name, notes)))
+
+
+def is_too_large(path: Path) -> bool:
+    """Whether a page leaves a trace out."""
+    return path.stat().st_size > MAX_TRACE_NBYTES
 
 
 def _events(data: bytes, name: str, notes: Notes) -> Iterator[Mapping[str, Any]]:

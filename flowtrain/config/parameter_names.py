@@ -18,6 +18,8 @@ MODULES = (CONNECTOR, BACKBONE)
 """Modules whose parameters have these names; an encoder's are not among them."""
 
 _OF_PATTERNS = frozenset("*?[.")
+_TOWERS = ("vision", "visual")
+"""Begin the names that Hugging Face gives to encoders."""
 _NUM_NEAREST = 3
 
 
@@ -67,9 +69,14 @@ class ParameterNames:
     def hint(self, pattern: str) -> str:
         """Return the way out for a pattern that matches nothing: a pattern that does, or the names most like it."""
         longer = (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*")
+        is_of_tower = any(part.strip("*").startswith(_TOWERS) for part in pattern.split("."))
         for other in (*longer, *_without_first_parts(pattern)):
-            if found := self.named_by(other):
+            found = self.named_by(other)
+            # Of what Hugging Face has within a tower, only a connector has names here; layers of both are alike.
+            if found and len(found) < len(self.of_each) and not (is_of_tower and found - self.named_by(CONNECTOR)):
                 return f"did you mean {other!r}, which names {len(found)}?"
+        if is_of_tower:
+            return "parameters of encoders have no names here: they are frozen unless encoders.<name>.trainable"
         # Compared with as much of each name as the pattern has parts: a short pattern is like no long name.
         depth, parts = pattern.count(".") + 1, dict[str, str]()
         for name in (name for names in self.of_each.values() for name in names):

@@ -206,6 +206,7 @@ class Flow:
             self.trace.occupied(owner)
         self.log.read(report.read_by_transport)
         self.trace.record(report.spans)
+        self.parts.leases.handed_in(owner, report.lease_id)
         if self.parts.leases.is_earlier(report.lease_id):
             self._grown.add(owner)
             return _extents_of(*report.ready)
@@ -239,12 +240,13 @@ class Flow:
         is_fresh: it asked just now. Otherwise nothing is evicted by that old number; the encoder asks again instead.
         """
         order = self._lease_order(owner, encoder, free_nbytes, is_fresh)
-        self._note_idle(owner, is_told_to_stop=order is not None and order.stop)
+        self._note_idle(owner)
         return order
 
-    def _note_idle(self, owner: int, is_told_to_stop: bool = False) -> None:
-        is_idle = not is_told_to_stop and self.members.is_living(owner) and self.parts.leases.is_idle(owner)
-        self.log.idle.note(owner, is_idle, self.log.now_s)
+    def _note_idle(self, owner: int) -> None:
+        if self.log.idle is not None:
+            is_idle = self.members.is_living(owner) and self.parts.leases.is_idle(owner)
+            self.log.idle.note(owner, is_idle, self.log.now_s)
 
     def _lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool) -> LeaseOrder | None:
         parts = self.parts

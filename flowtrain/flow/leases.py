@@ -43,6 +43,7 @@ class Leases:
         self._leases_of: defaultdict[int, set[int]] = defaultdict(set)
         self._last_id = 0
         self._last_earlier_id = 0
+        self._last_earlier_of: dict[int, int] = {}  # of owners that may still work under leases of an earlier flow
         self._feeders: dict[int, int] = {}
         self._lost_fed: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by feeder
         self._remade_by: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by owner
@@ -72,6 +73,8 @@ class Leases:
     def take_over(self, earlier: Leases) -> None:
         """Go on with the owners of an earlier flow; none of its leases counts any more."""
         self._last_id = self._last_earlier_id = earlier._last_id
+        held = {owner: max(lease_ids) for owner, lease_ids in earlier._leases_of.items() if lease_ids}
+        self._last_earlier_of = earlier._last_earlier_of | held
         self._feeders = earlier._feeders
         self._lost_owners = earlier._lost_owners
 
@@ -128,9 +131,15 @@ class Leases:
         self._leases_of[owner].add(lease_id)
         return lease
 
+    def handed_in(self, owner: int, lease_id: int) -> None:
+        """Note that an owner has finished a lease, and so all that it got before."""
+        last = self._last_earlier_of.get(owner)
+        if last is not None and lease_id >= last:
+            del self._last_earlier_of[owner]
+
     def is_idle(self, owner: int) -> bool:
-        """Whether an owner holds no lease."""
-        return not self._leases_of.get(owner)
+        """Whether an owner holds no lease, and works under none of an earlier flow."""
+        return not self._leases_of.get(owner) and owner not in self._last_earlier_of
 
     def is_granted(self, encoder: str) -> bool:
         """Whether any owner holds a lease of this encoder's batches."""
@@ -213,6 +222,7 @@ class Leases:
     def owner_lost(self, owner: int) -> None:
         """Take back all leases of an owner, and lease nothing to it from now on."""
         self._lost_owners.add(owner)
+        self._last_earlier_of.pop(owner, None)
         for lease_id in tuple(self._leases_of.pop(owner, ())):
             self._take_back(self._leases[lease_id])
         for part in self._remade_by.pop(owner, ()):

@@ -58,8 +58,8 @@ class EventLog:
         self._reports: dict[int, list[RankReport]] = {}
         self.segments: dict[int, PoolStats] = {}
         """The last reported occupancy of each living process's DRAM segment."""
-        self.idle = IdleTime()
-        """Of encoders; it has no part in an earlier flow's, whose leases are gone."""
+        self.idle: IdleTime | None = IdleTime()
+        """Of encoders; it has no part in an earlier flow's, whose leases are gone. None: it is not measured."""
         self._last_finished_s: float | None = None
         self._read_by_transport: Counter[str] = Counter()
         self._num_retries = 0
@@ -236,7 +236,7 @@ class EventLog:
         started_s, self._last_finished_s = self._last_finished_s, finished_s
         if started_s is None:
             started_s = min(each.started_s for each in reports)
-        return self.idle.take(started_s, finished_s)
+        return self.idle.take(started_s, finished_s) if self.idle is not None else 0.0
 
     def _compare(self, plan: StepPlan, reports: Sequence[RankReport]) -> None:
         """Look for stragglers. With collectives inside a microbatch, replicas wait for the slow one and look alike."""

@@ -19,6 +19,8 @@ from flowtrain.models.hub import weights_snapshot
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
+"""End the names of files that hold weights, or list such files."""
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -69,6 +71,11 @@ def reading(path: str, key: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, HfHubHTTPError) as error:
         raise ConfigError(f"{key}: no weights can be read from {path!r}: {error}") from error
+
+
+def holds_weights(path: str) -> bool:
+    """Whether a path is a directory with weights, in any format. One without may have them on other machines."""
+    return any(file.name.endswith(_WEIGHTS) for file in Path(path).glob("*"))
 
 
 def safetensors_files(path: str, key: str) -> list[Path]:

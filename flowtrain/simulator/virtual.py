@@ -24,6 +24,7 @@ class VirtualFlow:
     def __init__(self, make_flow: Callable[[Clock], Flow], alignment: int) -> None:
         self.now_s = 0.0
         self.flow = make_flow(lambda: self.now_s)
+        self.flow.log.idle = None  # it follows the wall clock, and no unit of this run would take it
         self.alignment = alignment
         self.may_feed = False
         """Feeders that wait for work must ask again: the window moved, or parts were lost."""

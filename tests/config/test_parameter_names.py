@@ -70,6 +70,10 @@ def test_modules_share_out_all_parameters() -> None:
         ("model.language_model.embed_tokens.weight", "did you mean '*embed_tokens.weight', which names 1?"),
         ("model.multi_modal_projector.linear_1.*", "did you mean '*linear_1.*', which names "),
         ("language_model.model.layer.3.*", "the nearest are language_model.model.layers.3."),
+        ("a.*[a-z]*", "the nearest are "),
+        ("model.visual.linear_1.weight", "did you mean '*linear_1.weight', which names 1?"),
+        ("vision_tower.encoder.layers.3.self_attn.q_proj.weight", "parameters of encoders have no names here"),
+        ("*visual*", "parameters of encoders have no names here"),
     ],
 )
 def test_a_pattern_without_a_match_gets_a_hint(pattern: str, hint: str) -> None:

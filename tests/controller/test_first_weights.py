@@ -124,6 +124,16 @@ def test_shards_are_looked_at_by_their_index(tmp_path: Path, model: Path) -> Non
         check_first_weights(config)
 
 
+def test_a_directory_without_any_weights_is_left_to_the_nodes(tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    config = config_of(tmp_path, model)
+    check_first_weights(config)
+    assert flowtrain.dry_run(config).run.num_steps == config.training.max_steps
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"no weights can be read from .*a\.safetensors"):
+        check_first_weights(config)
+
+
 def test_hub_models_and_weights_that_are_not_loaded_are_left_as_they_are(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -618,6 +618,22 @@ def test_an_encoder_is_blocked_while_it_holds_no_lease(monkeypatch: pytest.Monke
     assert (first.blocked_s, second.blocked_s) == (0.25 + 0.25, 2.0)
 
 
+def test_an_encoder_that_works_for_an_earlier_flow_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the flow that took over at 1, and hands in its batch of the earlier one at 2."""
+    earlier = build_flow(num_steps=2, dp_size=1)
+    feeder, encoder = joined(earlier)
+    now_s = 0.0
+    monkeypatch.setattr(EventLog, "now_s", property(lambda log: now_s))
+    feed_next(earlier, feeder)
+    encoder.take(earlier.lease_order(encoder.index, VISION, encoder.arena.available_nbytes))
+    flow = build_flow(num_steps=2, dp_size=1, earlier=earlier)
+    now_s = 1.0
+    assert flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes) is None, "nothing is sized"
+    now_s = 2.0
+    encoder.free(flow.hand_in(encoder.index, encoder.encode()))
+    assert flow.log.idle is not None and flow.log.idle.take(0.0, 3.0) == 1.0
+
+
 def test_reports_add_up_over_a_unit() -> None:
     flow = build_flow(num_steps=2, dp_size=1)
     feeder, encoder = joined(flow)

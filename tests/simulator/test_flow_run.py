@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.errors import ConfigError
+from flowtrain.flow.idle import IdleTime
 from flowtrain.simulator.flow_run import FEEDERS, Disturbances, FlowRun, Loss, simulate_flow
 from flowtrain.simulator.run import StepWork, simulate
 from flowtrain.types.plan import Unit, UnitKind
@@ -213,6 +214,11 @@ def test_uneven_encoders_are_slower_than_even_ones_on_average():
     ]
     assert np.mean(uneven) > even.step_s
     assert len(set(uneven)) == 5, "seeds draw other times"
+
+
+def test_a_simulated_run_keeps_no_idle_time_of_the_wall_clock(monkeypatch):
+    monkeypatch.setattr(IdleTime, "note", lambda *_: pytest.fail("nothing takes it"))
+    assert len(simulate_flow(world_of(drawn_samples(Random(5)), simulator_of(1, 1), 1, num_steps=3)).steps) == 3
 
 
 def test_a_batch_is_planned_once_and_moved():

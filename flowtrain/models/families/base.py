@@ -158,7 +158,10 @@ class Family(ABC):
 
     @abstractmethod
     def check_stored_weights(self) -> None:
-        """Raise ConfigError if weights of local directories are missing or have another shape; reads headers alone."""
+        """Raise ConfigError if weights of local directories are missing or have another shape; reads headers alone.
+
+        Directories without any weights are left out: the machines that load them may have more there.
+        """
 
     def merged_connector(self) -> Mapping[str, Tensor]:
         """First values of a frozen connector that runs with the encoder, float32, as ``connector.<name>``.

@@ -42,7 +42,7 @@ from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
 from flowtrain.models.tower_plans import check_tower_split
-from flowtrain.models.weight_files import WeightFiles
+from flowtrain.models.weight_files import WeightFiles, holds_weights
 from flowtrain.models.weights import LLAVA_NAMES, Origin, PartNames, language_class, tower_class
 from flowtrain.models.whole_config import text_part, vision_part, with_tokenizer
 from flowtrain.pipeline.actions import MemoryStrategy
@@ -274,7 +274,7 @@ class HFFamily(Family):
         if self.config.mode != "llm_only":  # there no tower is loaded
             parts.insert(0, (self._tower_origin, self._tower_weights))
         for origin, weights_of in parts:
-            if origin.source is None or not Path(origin.source[0]).is_dir():
+            if origin.source is None or not holds_weights(origin.source[0]):
                 continue
             weights = weights_of()
             assert isinstance(weights, StoredWeights), weights

@@ -134,8 +134,8 @@ def _line(report: DataReport, names: Sequence[str], rejection: Rejection, encodi
 
 
 def _facts(report: DataReport, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    limit = f"data.max_rejected_fraction ({report.max_rejected_fraction:.1%})"
-    share = f"{report.rejected_share:.1%} of the training samples"
+    limit = f"data.max_rejected_fraction ({100 * report.max_rejected_fraction:.3g}%)"
+    share = f"{100 * report.rejected_share:.3g}% of the training samples"
     if report.would_end:
         yield "rejected", f"{share}, more than {limit} allows: the run would end"
     elif report.rejected_share > report.max_rejected_fraction:

@@ -130,7 +130,7 @@ def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Pa
     if kind not in _EXPECTED:
         return FaultCode.VALUE, path, f"{key} = {show_value(value)}: {details['msg']}"
     text = f"{key} = {show_value(value)}: must be {_EXPECTED[kind].format(**context)}"
-    if key in _LISTS_OF_NAMES and isinstance(value, str):
+    if key in _LISTS_OF_NAMES and isinstance(value, str) and show_value(value) == repr(value):
         text += f", such as [{value}]"
     return FaultCode.VALUE, path, text + _nearest_value(kind, value, context)
 

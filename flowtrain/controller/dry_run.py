@@ -15,6 +15,9 @@ from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.controller.resume import Resumption, foresee_resume
 from flowtrain.types.run_plan import Plan
 
+_MAX_DETAIL = 200
+"""Characters of a rejection's detail: it may quote a thousand of the data, and a warning has one for each reason."""
+
 
 @dataclass(frozen=True)
 class DryRunReport:
@@ -63,15 +66,19 @@ def rejection_warnings(units: Sequence[SizedUnit], max_rejected_fraction: float)
         return
     count = len(rejections) + sum(len(unit.samples) for unit in units)
     by_reason = Counter(rejection.reason.value for rejection in rejections)
-    first = {rejection.reason.value: rejection.detail for rejection in reversed(rejections)}
+    first = {rejection.reason.value: _shortened(rejection.detail) for rejection in reversed(rejections)}
     reasons = "; ".join(f"{number:,} {reason} ({first[reason]})" for reason, number in by_reason.most_common())
     share = len(rejections) / count
     allowed = "more than" if share > max_rejected_fraction else "within what"
     yield (
-        f"{len(rejections):,} of the {count:,} samples that were looked at ({share:.1%}) are rejected, {allowed} "
-        f"data.max_rejected_fraction ({max_rejected_fraction:.1%}) allows: {reasons}; "
+        f"{len(rejections):,} of the {count:,} samples that were looked at ({100 * share:.3g}%) are rejected, "
+        f"{allowed} data.max_rejected_fraction ({100 * max_rejected_fraction:.3g}%) allows: {reasons}; "
         "`flowtrain data check` lists all such rows"
     )
+
+
+def _shortened(detail: str) -> str:
+    return detail if len(detail) <= _MAX_DETAIL else f"{detail[: _MAX_DETAIL - 3]}..."
 
 
 def _few_units(run_spec: RunSpec) -> list[SizedUnit]:

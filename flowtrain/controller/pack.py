@@ -240,8 +240,8 @@ def _notes(workload: Workload) -> Iterator[str]:
     num_seen, most = workload.num_samples + num_rejected, config.data.max_rejected_fraction
     if num_seen >= MIN_SAMPLES_TO_JUDGE and num_rejected > most * num_seen:
         yield (
-            f"rejected: {num_rejected:,} of {num_seen:,} samples ({num_rejected / num_seen:.1%}), more than "
-            f"data.max_rejected_fraction ({most:.1%}) allows: a run would end"
+            f"rejected: {num_rejected:,} of {num_seen:,} samples ({100 * num_rejected / num_seen:.3g}%), more than "
+            f"data.max_rejected_fraction ({100 * most:.3g}%) allows: a run would end"
         )
     if config.backbone.data_parallel_size == 1:
         yield "a single rank waits for no other: imbalances need more than one data-parallel rank, try --dp N"

@@ -24,7 +24,7 @@ from flowtrain.controller.prepare import check_memory
 from flowtrain.costs.devices import device_spec
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.data.trainable_template import trainable_template
-from flowtrain.errors import ConfigError, DataError
+from flowtrain.errors import ConfigError, FlowTrainError
 from flowtrain.flow.units import num_steps_of
 from flowtrain.models.checkpoint_kind import CheckpointKind, checkpoint_kind
 from flowtrain.models.device import device_name
@@ -226,7 +226,7 @@ def _steps_at_hand(config: RunConfig) -> int | None:
         return None
     try:
         indexes = SourceSet.index(config.data)
-    except DataError:
+    except FlowTrainError:  # also storage that cannot be reached
         return None  # `flowtrain data check` says why
     return num_steps_of(config.training, [index.num_rows for index in indexes])[0]
 

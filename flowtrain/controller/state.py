@@ -236,8 +236,8 @@ class RunState:
             return []
         return self._fail(
             DataError(
-                f"{num_rejected} of {num_seen} samples ({share:.1%}) were rejected, more than "
-                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; see quarantine.jsonl "
+                f"{num_rejected} of {num_seen} samples ({100 * share:.3g}%) were rejected, more than "
+                f"data.max_rejected_fraction ({100 * self._max_rejected_fraction:.3g}%) allows; see quarantine.jsonl "
                 "in the run's directory, or let `flowtrain data check` list all such rows"
             )
         )

@@ -47,8 +47,9 @@ class _ByOneDnn(TorchFunctionMode):
 def attends_in_blocks(query: Tensor) -> bool:
     """Whether ``attend_in_blocks`` is faster than torch's attention for ``[B, H, T, D]``; only without gradients.
 
-    That follows from the processor and is not timed: a resumed run must compute in the same way. Blocks in float32 were
-    1.3 to 1.6 times as fast on Zen 5, and up to a tenth slower on Zen 4; in bfloat16 1.04 to 1.24 times as fast there.
+    That follows from the processor and is not timed: a run that is resumed on the same one must compute in the same
+    way. Blocks in float32 were 1.3 to 1.6 times as fast on Zen 5, and up to a tenth slower on Zen 4; in bfloat16 1.04
+    to 1.24 times as fast there.
     """
     is_plain = query.device.type == "cpu" and not torch.is_grad_enabled()
     return is_plain and query.shape[-2] >= _FEWEST_TOKENS and query.dtype in _types_in_blocks()

@@ -44,7 +44,7 @@ class CheckpointMeta:
     """Contents of ``meta.json``.
 
     A resume is exact to the bit only with the same degrees, ``partition``, ``gradient_reduction``, ``num_threads`` and
-    ``torch_version``, and in modes that compute features alike.
+    ``torch_version``, on the same processors, which are not recorded, and in modes that compute features alike.
     """
 
     step: int

@@ -75,7 +75,7 @@ def test_a_check_shows_sizes_rejections_duplicates_and_the_verdict(tmp_path: Pat
         "row 70: assistant turn 2 of 2 is blank",
         "corrupt_image 1 ",
         "image 2 of 2",
-        "4.1% of the training samples; data.max_rejected_fraction (50.0%) allows it",
+        "4.05% of the training samples; data.max_rejected_fraction (50%) allows it",
         "1 training rows have the turns and images of an earlier one",
         "rows.parquet 0, ",
         "--decode also finds those that cannot be decoded",
@@ -93,6 +93,8 @@ def test_exit_codes_of_a_check(tmp_path: Path, world: World) -> None:
     assert refused.exit_code == 1
     text = " ".join(refused.stdout.split())  # tables wrap long lines
     assert "the run would end" in text and "a run would not go through" in text
+    strict = data("check", config, "--workers", "1", "data.max_rejected_fraction=0.0002")
+    assert "data.max_rejected_fraction (0.02%)" in " ".join(strict.stdout.split())
     record = json.loads(data("check", config, "--workers", "1", "--json", "data.max_rejected_fraction=0.01").stdout)
     assert (record["passes"], record["rejected"]["would_end"]) == (False, True)
     wrong = data("check", config, "data.max_seq_le=3")

@@ -28,7 +28,7 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
 from flowtrain.controller.starting_config import DEFAULT_ENCODER, YOUR_DATA
 from flowtrain.data.conversation import ConversationEncoder
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, SourceReadError
 from flowtrain.models.checkpoint_kind import checkpoint_kind
 from flowtrain.models.families.registry import FAMILIES, family_from_config
 from tests.checkpoints import TEXT, internvl, llava, qwen3_vl, saved, siglip, with_weights
@@ -267,6 +267,16 @@ def test_warmup_fits_a_run_whose_steps_are_known(llava_model: Path) -> None:
     assert short.training.warmup_steps == -(-rows // 64) // 10 < 100
     remote = init(llava_model, "--data", "s3://bucket/shards/*.tar", "--output", "remote.yaml")
     assert load_config(written(remote)).training.warmup_steps == 100
+
+
+def test_data_that_cannot_be_read_yet_costs_only_the_fitting_warmup(
+    llava_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise SourceReadError("eval.parquet: Stale file handle")
+
+    monkeypatch.setattr("flowtrain.controller.starting_config.SourceSet.index", unreachable)
+    assert load_config(written(init(llava_model, "--data", DATA))).training.warmup_steps == 100
 
 
 def test_a_file_is_replaced_only_by_force(language_model: Path, tower: Path) -> None:

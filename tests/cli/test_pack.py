@@ -274,9 +274,9 @@ def test_a_csv_says_that_it_cannot_show_a_search(lengths: str) -> None:
 def test_more_rejected_samples_than_a_run_takes_are_said(lengths: str) -> None:
     few = record_of(lengths, "data.max_seq_len=1000")
     assert not any("would end" in note for note in few["notes"])
-    many = record_of(lengths, "data.max_seq_len=1000", "data.max_rejected_fraction=0.01")
+    many = record_of(lengths, "data.max_seq_len=1000", "data.max_rejected_fraction=0.0002")
     assert (
-        "rejected: 1 of 90 samples (1.1%), more than data.max_rejected_fraction (1.0%) allows: a run would end"
+        "rejected: 1 of 90 samples (1.11%), more than data.max_rejected_fraction (0.02%) allows: a run would end"
         in many["notes"]
     )
     start = record_of(lengths, "data.max_seq_len=300", "--batch", "30", "--steps", "1")

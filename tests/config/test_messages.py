@@ -47,6 +47,10 @@ def refusal(path: Path, *overrides: str) -> str:
             "observability.trackers=tensorboard",
             "observability.trackers = 'tensorboard': must be a list, such as [tensorboard]",
         ),
+        (
+            f"observability.trackers={'x' * 100}",
+            f"observability.trackers = '{'x' * 56}...: must be a list",
+        ),
         ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be 'blocks', 'rows' or 'none'"),
         (
             "backbone.activation_checkpointing=sometimes",

@@ -13,13 +13,13 @@ from flowtrain.allocator.candidates import PruneReason
 from flowtrain.allocator.plan import requirements
 from flowtrain.cli.tables import plan_tables
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.dry_run import DryRunReport, foresee_run
+from flowtrain.controller.dry_run import DryRunReport, foresee_run, rejection_warnings
 from flowtrain.controller.feeder_memory import feeder_need
 from flowtrain.controller.opening import OpenRun, note_start
 from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
-from flowtrain.controller.predict import ImageTokens, image_tokens, sized_units
+from flowtrain.controller.predict import ImageTokens, SizedUnit, image_tokens, sized_units
 from flowtrain.controller.prepare import check_memory, memory_shortage, prepare
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.errors import ConfigError, DataError
@@ -29,8 +29,9 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.stream import EventStream
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.types.evaluation import EvalRounds
+from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.run_events import Noted, RunEvent
-from flowtrain.types.samples import PartSize, SampleRef, SizedSample
+from flowtrain.types.samples import PartSize, Rejection, RejectReason, SampleRef, SizedSample
 from tests.e2e.worlds import World, tiny_config
 
 NUM_ROWS, NUM_EVAL_ROWS = 20, 5
@@ -125,14 +126,23 @@ def test_a_dry_run_warns_of_rejected_samples_and_calls_no_limit_of_the_encoder_s
     small = foreseen(20)
     assert small.image_tokens == {"vision": ImageTokens(1, 4, are_seen=False)}
     (warning,) = small.warnings
-    assert re.match(
-        r"8 of the 8 .* \(100\.0%\) are rejected, more than data\.max_rejected_fraction \(50\.0%\)", warning
-    )
+    assert re.match(r"8 of the 8 .* \(100%\) are rejected, more than data\.max_rejected_fraction \(50%\)", warning)
     assert re.search(r"8 oversized_sample \(\d+ tokens .* more than data\.max_seq_len \(20\)\)", warning)
     assert warning.endswith("`flowtrain data check` lists all such rows")
     run, _ = plan_tables(small.run, small.image_tokens)
     cells = [cell for column in run.columns for cell in column.cells]
     assert any("unknown" in str(cell) and "the encoder's limits are 1 to 4" in str(cell) for cell in cells)
+
+
+def test_a_warning_of_long_rejections_keeps_its_end() -> None:
+    rejections = tuple(
+        Rejection(SampleRef(position, 0, position, 0), reason, "x" * 1000)
+        for position, reason in enumerate(RejectReason)
+    )
+    unit = Unit(0, UnitKind.TRAIN, 1, 0, len(rejections))
+    (warning,) = rejection_warnings([SizedUnit(unit, (), rejections)], max_rejected_fraction=0.0002)
+    assert "max_rejected_fraction (0.02%) allows" in warning and "corrupt_image (xxx" in warning
+    assert len(warning) < 2000 and warning.endswith("`flowtrain data check` lists all such rows")
 
 
 def test_a_run_by_epochs_with_evaluation(data: Path) -> None:

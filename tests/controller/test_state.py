@@ -218,7 +218,7 @@ def test_too_many_rejected_samples_fail_the_run(num_rejected: int, num_seen: int
     if fails:
         error = failure(decisions)
         assert isinstance(error, DataError)
-        assert f"{num_rejected} of {num_seen}" in str(error) and "data.max_rejected_fraction (10.0%)" in str(error)
+        assert f"{num_rejected} of {num_seen}" in str(error) and "data.max_rejected_fraction (10%)" in str(error)
         assert state.on_rejected(num_rejected, num_seen) == [], "it is said once"
 
 

@@ -131,4 +131,4 @@ def _has_any(callback: object, names: Iterable[str]) -> bool:
 
 
 def _makes_objects(cls: type) -> bool:
-    return cls.__init__ is not object.__init__ or cls.__new__ is not object.__new__  # type: ignore[misc]
+    return any(name in vars(each) for each in cls.__mro__ if each is not object for name in ("__init__", "__new__"))

@@ -239,8 +239,9 @@ def test_a_killed_run_of_an_earlier_version(tmp_path: Path) -> None:
     assert "the run is of an earlier version" in page.by_id("glance").text
     text = "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 30 are lost"
     assert f"Resume: {text}." in page.by_id("glance").text
-    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-00000020").mkdir()
+    for name in ("step-00000010", "step-00000020"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "meta.json").touch()
     text = "flowtrain train --resume goes on after step 20; steps 21 to 30 are lost"
     assert f"Resume: {text}." in page_of(tmp_path).by_id("glance").text
     assert "held-out: from 4.50 at step 10" in page.by_id("loss-chart-desc").text

@@ -62,10 +62,12 @@ DEATHS = (
     ),
     Death(
         "a backbone rank, also one that hangs for `limits.collective_timeout_s`",
-        "All ranks end and start again from the last checkpoint, up to `limits.max_backbone_restarts` times, since its "
-        "share of the gradients is lost. Encoders and feeders stay; they free what they hold of the lost steps and "
-        "make it again, with the same bits. If they have ended already, all actors start again.",
+        "All ranks end and start again from the last snapshot or checkpoint, up to `limits.max_backbone_restarts` "
+        "times, since its share of the gradients is lost. Encoders and feeders stay; they free what they hold of the "
+        "lost steps and make it again, with the same bits. If they have ended already, all actors start again.",
         (
+            "tests/controller/test_history.py::test_it_goes_back_to_a_snapshot_that_is_newer_than_the_checkpoint",
+            "tests/e2e/test_modes.py::test_a_lost_rank_costs_no_step_that_a_snapshot_has",
             "tests/controller/test_state.py::test_a_rank_that_is_lost_takes_the_whole_backbone_back_once",
             "tests/controller/test_state.py::test_a_rank_that_is_lost_after_producers_have_ended_takes_all_back",
             "tests/actors/test_coordinator.py::test_the_run_goes_back_under_everybodys_hands",
@@ -84,8 +86,8 @@ DEATHS = (
     ),
     Death(
         "the coordinator, also one that does not answer for `limits.coordinator_timeout_s`",
-        "The addresses of all parts are lost: all actors end and start again from the last checkpoint, up to "
-        "`limits.max_coordinator_restarts` times. Then the run ends; `--resume` continues.",
+        "The addresses of all parts are lost: all actors end and start again from the last snapshot or checkpoint, up "
+        "to `limits.max_coordinator_restarts` times. Then the run ends; `--resume` continues.",
         (
             "tests/controller/test_state.py::test_all_start_again_without_a_coordinator_once_they_ran",
             "tests/controller/test_state.py::test_a_group_that_may_not_be_lost_ends_with_its_coordinator",

@@ -13,12 +13,14 @@ from typing import TypeVar
 import torch
 
 from flowtrain.actors.answering import answering_of
-from flowtrain.actors.link import CoordinatorLink, node_address
+from flowtrain.actors.keeper import Keeper
+from flowtrain.actors.link import CoordinatorLink, node_address, node_id
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.rank_reader import build_reader, reads_pool
 from flowtrain.actors.reading import Fetched, MicrobatchReader
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
+from flowtrain.actors.saving import RankSaves, Snapshots
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.actors.whereabouts import Diary, dump_stacks
@@ -26,14 +28,14 @@ from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
-from flowtrain.flow.units import ends_step
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import unchecked_family
 from flowtrain.pipeline.executor import execute
-from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
+from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.health import TrainingHealth, Verdict
+from flowtrain.training.kept_snapshot import KeptSnapshot, read_memory
 from flowtrain.training.memory_choice import (
     decide_recomputation,
     decide_reduction,
@@ -44,11 +46,11 @@ from flowtrain.training.memory_choice import (
 from flowtrain.training.memory_guard import MemoryGuard
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
-from flowtrain.training.saver import CheckpointSaver, writes_in_background
+from flowtrain.training.saver import CheckpointSaver, Report, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.evaluation import EvalRounds, GeneratedAnswer
 from flowtrain.types.messages import RankReport
-from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
+from flowtrain.types.plan import Degrees, RankStart, StateOrigin, StepPlan, UnitKind
 from flowtrain.types.tracing import TraceOrder
 from flowtrain.types.whereabouts import Whereabouts
 
@@ -82,15 +84,17 @@ class BackboneRank:
         self._starved_s = 0.0
         self._fetch_s = 0.0
         self._read_nbytes = 0
-        self._is_checkpoint_due = False
         self._pool: Pool | None = None
-        self._saves_s: dict[int, float] = {}  # when the save of a step began
 
     # --- start --------------------------------------------------------------------------------------------------
 
     def node_address(self) -> str:
         """Return the address of this rank's node; the driver compares them to see whether all ranks share a node."""
         return node_address()
+
+    def node_id(self) -> str:
+        """Return the id of this rank's node."""
+        return node_id()
 
     def open_rendezvous(self, host: str) -> int:
         """On rank 0: listen on ``host`` for the other ranks; returns the port."""
@@ -101,16 +105,18 @@ class BackboneRank:
         self,
         host: str,
         port: int,
-        checkpoint: str | None,
+        origin: StateOrigin,
         evaluations: tuple[EvalRounds, ...],
         shard_size: int | None,
+        keeper: Keeper | None = None,
     ) -> RankStart:
-        """Join the group, build the model, load a checkpoint.
+        """Join the group, build the model, load the state.
 
         shard_size: data parallel ranks that share one set of shards; None: all.
         evaluations: of each held-out set. A checkpoint that is due waits for those after its step.
+        keeper: keeps this node's snapshots; None: there are none.
         """
-        self._evaluations = evaluations
+        self._evaluations, self._keeper = evaluations, keeper
         device = default_device(self._config.model.device)
         self._family = unchecked_family(self._config)
         limits = self._config.limits
@@ -134,22 +140,34 @@ class BackboneRank:
         if recomputation is not None:
             self._config = with_recomputation(self._config, recomputation)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
-        self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
+        self.trainer = self.make_trainer(self._state_of(origin))
         if recomputation is not None and device.type != "cpu":  # what a CPU's step takes is not measured
             rank = recomputation.ranks[self._pp_rank]
             self.trainer.guard_memory(MemoryGuard.of(self.trainer.model.partition, rank, self._group))
         recomputed = recomputation.text if recomputation is not None else ""
         return RankStart(device_peak(device, self._dtype), reduction, sharding, recomputed)
 
-    def make_trainer(self, checkpoint: Path | None) -> Trainer:
-        """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""
+    def _state_of(self, origin: StateOrigin) -> Path | KeptSnapshot | None:
+        if origin.snapshot_step is None:
+            return None if origin.checkpoint is None else Path(origin.checkpoint)
+        assert self._keeper is not None, "a snapshot has a keeper"
+        file = self._keeper.find(self._rank, origin.snapshot_step)
+        if file is None:
+            raise CheckpointError(
+                f"node {node_address()} has no snapshot of {self._name} after step {origin.snapshot_step}; start again "
+                "with --resume, which goes on from the last checkpoint"
+            )
+        return read_memory(file)
+
+    def make_trainer(self, resume_from: Path | KeptSnapshot | None) -> Trainer:
+        """Build this rank's trainer, with the state of a checkpoint or a snapshot if there is one; collective."""
         return Trainer(
             self._config,
             self._family,
             self._group,
             self._num_steps,
             record=self._spans.add,
-            resume_from=checkpoint,
+            resume_from=resume_from,
         )
 
     @property
@@ -180,23 +198,23 @@ class BackboneRank:
         checkpoint_dir: str,
         nonce: str,
         last_traced_step: int = 0,
+        saved_step: int | None = None,
     ) -> None:
         """Run units until the coordinator sends stop; write checkpoints into temporaries under ``checkpoint_dir``.
 
         first_step: steps already done. nonce: part of the temporaries' names. last_traced_step: spans are recorded
-        until it is done.
+        until it is done. saved_step: step of the last checkpoint; None: ``first_step``.
         Raises ConfigError if this node does not see the driver's ``checkpoint_dir``. Also raises the errors of the
         prefetch thread and of the training step.
         """
-        self._nonce = nonce
         if not probe_directory(Path(checkpoint_dir), nonce).is_dir():
             raise ConfigError(
                 f"{self._name} on node {node_address()} does not see the run's directory {checkpoint_dir}; runs_dir "
                 f"({self._config.runs_dir}) must lie on a file system that all nodes share"
             )
         self._link = link
-        self._saver = self._make_saver(first_step)
-        self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
+        self._saves = self._make_saves(link, checkpoint_dir, nonce, first_step if saved_step is None else saved_step)
+        self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._saves.wait)
         self._health.recall(first_step)
         self._answering = answering_of(self._config, self._family, self.trainer, self._replica.is_leader)
         self._spans.follow(link)
@@ -207,12 +225,12 @@ class BackboneRank:
         try:
             goes_on = self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, first_unit))
             while goes_on:
-                step, goes_on = self._run_unit(prefetcher, checkpoint_dir)
+                step, goes_on = self._run_unit(prefetcher)
             self._diary.begin("the end of the run", may_last=True)
             prefetcher.close()
             self._health.check_end(step)
             if self._config.checkpoint.at_end:
-                self._last_checkpoint(step, checkpoint_dir)
+                self._saves.at_end(step)
         finally:
             self._windows.close()
             prefetcher.close(failed=True)
@@ -243,7 +261,7 @@ class BackboneRank:
     def _build_reader(self, pool: Pool | None) -> MicrobatchReader:
         return build_reader(self._config, self._family, self._group, self.trainer.model, pool, self._spans)
 
-    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
+    def _run_unit(self, prefetcher: Prefetcher) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""
         started = self._spans.now_s()
         plan = self._starving(prefetcher.next_plan)
@@ -270,13 +288,8 @@ class BackboneRank:
         self._windows.end(step)
         self._health.raise_together(verdict.error)
         if is_training:
-            self._saver.prepare()
-        self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
-        is_its_turn = self._is_checkpoint_due and ends_step(self._evaluations, plan.unit)
-        if is_its_turn and self._health.may_save(step):
-            self._diary.begin("a checkpoint", may_last=True)
-            self._checkpoint(step, checkpoint_dir)
-            self._is_checkpoint_due = False
+            self._saves.prepare()
+        self._saves.after_unit(plan.unit, self._health.may_save)
         return step, goes_on
 
     def _make_clock(self) -> MicrobatchClock:
@@ -372,49 +385,34 @@ class BackboneRank:
         """Return what ``RankReport.host_s`` says; it is known on emulated devices alone."""
         return None
 
-    # --- checkpoints --------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------
 
-    def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
-        """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
-        if step > self._saver.step:
-            self._saves_s[step] = time.monotonic()
-            self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._nonce))
-
-    def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
-        """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept."""
-        problem = None
-        for _ in range(2):
-            self._checkpoint(step, checkpoint_dir)
-            if (problem := self._saver.wait()) is None:
-                return
-        raise CheckpointError(
-            f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
-            "there, then go on from the checkpoint before with --resume"
+    def _make_saves(self, link: CoordinatorLink, checkpoint_dir: str, nonce: str, saved_step: int) -> RankSaves:
+        every_steps, snapshots = self._config.checkpoint.snapshot_every_steps, None
+        if self._keeper is not None and every_steps is not None:
+            name = f"flowtrain-{self._run_id}-{self._name}"
+            snapshots = Snapshots(every_steps, self.trainer, self._group, link, self._keeper, name)
+            snapshots.check_room()
+        return RankSaves(
+            self._config.checkpoint,
+            partial(self._make_saver, saved_step),
+            link,
+            self._rank,
+            self._evaluations,
+            Path(checkpoint_dir),
+            nonce,
+            partial(self._diary.begin, may_last=True),
+            snapshots,
         )
 
-    def _wait_saved(self) -> int:
-        """Wait for the checkpoint that is being written; returns the step of the last one that was."""
-        self._saver.wait()
-        return self._saver.step
-
-    def _make_saver(self, first_step: int) -> CheckpointSaver:
+    def _make_saver(self, saved_step: int, report: Report) -> CheckpointSaver:
         setting, trainer = self._config.checkpoint.background, self.trainer
         return CheckpointSaver(
             self._group,
             trainer.snapshot,
             trainer.write_snapshot,
-            self._report_saved,
+            report,
             self._spans.add,
             background=writes_in_background(setting, trainer.copy_nbytes(), self._group),
-            saved_step=first_step,
+            saved_step=saved_step,
         )
-
-    def _report_saved(self, step: int, directory: Path, problem: str | None) -> None:
-        """Tell the driver how a save ended; called in the thread that wrote."""
-        duration_s = time.monotonic() - self._saves_s.pop(step)
-        if self._rank != 0:
-            return
-        if problem is None:
-            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory), duration_s)
-        else:
-            self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

@@ -278,6 +278,11 @@ class Coordinator(Answering, CoordinatorApi):
         self._flow.log.checkpoint_failed(step, reason)
         self._event_signal.notify()
 
+    async def snapshot_kept(self, step: int) -> None:
+        """See ``CoordinatorApi``."""
+        self._flow.log.snapshot_kept(step)
+        self._event_signal.notify()
+
     async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         """See ``CoordinatorApi``."""
         return self._flow.describe_wait(unit, slot, dp_rank)

@@ -92,7 +92,7 @@ class RayLink(CoordinatorLink):
     @property
     def node_id(self) -> str:
         """Id of the Ray node that this process runs on."""
-        return str(ray.get_runtime_context().get_node_id())
+        return node_id()
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask and wait. Raises what the method raised, or CoordinatorLostError, also without an answer in time."""
@@ -139,6 +139,11 @@ class RayLink(CoordinatorLink):
         """Ask without waiting; returns a reference for ``ray.get`` and ``ray.wait``."""
         reference: ray.ObjectRef[R] = getattr(self._coordinator, question.__name__).remote(*args, **kwargs)
         return reference
+
+
+def node_id() -> str:
+    """Return the id of this process's Ray node."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def node_address() -> str:

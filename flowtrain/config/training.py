@@ -138,3 +138,6 @@ class CheckpointConfig(ConfigModel):
     background: Literal["auto"] | bool = "auto"
     """Copy the state to host memory and write it while training goes on. ``auto``: where host memory can hold the
     copy."""
+    snapshot_every_steps: int | None = Field(None, ge=1)
+    """Keep the state in the memory of the ranks' nodes as often, so that a backbone that loses a rank starts again from
+    there; None: from the last checkpoint. A node's memory must hold two states of its ranks."""

@@ -166,16 +166,16 @@ class GroupRun:
     def _start_backbone(self) -> RankStart:
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(self._watcher.results, deadline_s=deadline_s, what="starting the backbone")
-        checkpoint = self._history.start.checkpoint
         settings, evaluations = self._config.backbone, self._run_spec.evaluations
-        path = str(checkpoint) if checkpoint is not None else None
-        return worker_group.start_backbone(self._actors, settings, path, evaluations, results)
+        origin, keepers = self._history.start.origin, self._history.keepers
+        kept_by = keepers.for_ranks if keepers.is_on else None
+        return worker_group.start_backbone(self._actors, settings, origin, evaluations, results, kept_by)
 
     def _run_backbone(self) -> None:
         unit, step = first_unit(self._flow_settings()), self._history.start.step
-        checkpoints = str(self._run.files.checkpoints)
+        checkpoints, saved_step = str(self._run.files.checkpoints), self._history.saved_step
         for name in self._actors.of_role(Role.BACKBONE):
-            self._actors.run(name, unit, step, checkpoints, self._history.nonce, self._traces.last_step)
+            self._actors.run(name, unit, step, checkpoints, self._history.nonce, self._traces.last_step, saved_step)
         self._hangs.begin()
 
     # --- watching -----------------------------------------------------------------------------------------------
@@ -203,11 +203,9 @@ class GroupRun:
             self._producer_hangs.poll()
 
     def _recover(self, lost: BackboneLost) -> None:
-        """Start the backbone again from the last checkpoint, and have the steps after it done again."""
+        """Start the backbone again from where its state is, and have the steps after it done again."""
         self._history.lost()
-        self._stream.warn(
-            f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again from its last checkpoint"
-        )
+        self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again")
         self._watcher.on_turn = lambda: None  # there is nobody to ask
         limit_s, ranks = self._config.limits.stop_timeout_s, tuple(self._actors.of_role(Role.BACKBONE))
         self._actors.end_backbone(limit_s)
@@ -220,7 +218,10 @@ class GroupRun:
         self._start_backbone()
         self._run_backbone()
         down_s = self._history.went_back(lost.name, Role.BACKBONE, lost.reason)
-        self._stream.note(f"the backbone runs again after {down_s:.1f} s, from step {self._history.start.step + 1} on")
+        self._stream.note(
+            f"the backbone runs again after {down_s:.1f} s, from {self._history.start.text}, so with step "
+            f"{self._history.start.step + 1}"
+        )
 
     def _take(self, event: Event) -> None:
         self._history.take(event)

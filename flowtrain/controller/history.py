@@ -1,7 +1,8 @@
-"""Where a run began last, and how it goes back to its last checkpoint while it goes on."""
+"""Where a run began last, and how it goes back to its last snapshot or checkpoint while it goes on."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -11,15 +12,18 @@ from pathlib import Path
 
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
+from flowtrain.controller.keepers import Keepers
 from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import first_flow_settings
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import consumed_at, find_resume_point
+from flowtrain.controller.resume import ResumePoint, consumed_at, find_resume_point
 from flowtrain.controller.state import RestartCounts, Role
 from flowtrain.errors import RunFileError
 from flowtrain.training import checkpoint_store
-from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event, SnapshotKept
 from flowtrain.types.messages import FlowSettings
+
+logger = logging.getLogger(__name__)
 
 
 class History:
@@ -29,8 +33,12 @@ class History:
     meets no directory of theirs. start: where the present processes began.
     """
 
-    def __init__(self, run: OpenRun, recorder: Recorder, costs: CostKeeper, committer: Committer) -> None:
+    def __init__(
+        self, run: OpenRun, recorder: Recorder, costs: CostKeeper, committer: Committer, keepers: Keepers
+    ) -> None:
         self._run_spec, self._files = run.run_spec, run.files
+        self.keepers = keepers
+        self._snapshot: ResumePoint | None = None
         self.recorder = recorder
         self.costs = costs
         self.committer = committer
@@ -63,6 +71,15 @@ class History:
             self.committer.commit(event)
         elif isinstance(event, CheckpointFailed):
             self.committer.failed(event)
+        elif isinstance(event, SnapshotKept):
+            self._snapshot = ResumePoint(
+                event.step,
+                sampler_state=self.recorder.sampler_states[event.step],
+                cost=self.costs.in_use,
+                gradient_reduction=self.committer.gradient_reduction,
+                in_memory=True,
+            )
+            self.keepers.completed(event.step)
 
     def lost(self) -> None:
         """Note that an actor was lost for which the run must go back."""
@@ -70,9 +87,12 @@ class History:
             self._lost_s = time.monotonic()
 
     def go_back(self) -> None:
-        """Go back to the last checkpoint, while no rank runs. Raises RunFileError if a file cannot be cut."""
+        """Go back to the last snapshot or checkpoint, while no rank runs.
+
+        Raises RunFileError if a file cannot be cut.
+        """
         self.committer.forget_incomplete()
-        self.start = find_resume_point(self._files, self._run_spec, ())
+        self.start = self._snapshot_point() or find_resume_point(self._files, self._run_spec, ())
         self.nonce = secrets.token_hex(4)
         self._probed.mkdir()  # that of the earlier ranks was removed with other temporaries
         self.costs.rewind(self.start.cost)
@@ -83,6 +103,29 @@ class History:
                 f"the run cannot go back to step {self.start.step}: its files in {self._files.root} cannot be cut "
                 f"({error.strerror or error}); make room on the disk, then start again with --resume"
             ) from error
+
+    def _snapshot_point(self) -> ResumePoint | None:
+        """Return the last snapshot, if it is newer than all checkpoints and can be used."""
+        snapshot, checkpoint = self._snapshot, checkpoint_store.latest_complete(self._files.checkpoints)
+        if snapshot is None or _step_of(checkpoint) >= snapshot.step:
+            return None
+        lack = self.keepers.lack(snapshot.step)
+        if lack is None:
+            try:
+                self.recorder.flush(snapshot.step)
+            except RunFileError as error:
+                lack = str(error)
+        if lack is None:
+            checkpoint_store.remove_temporaries(self._files.checkpoints)
+            return replace(snapshot, checkpoint=checkpoint)
+        logger.warning("the snapshot of step %d is not used: %s", snapshot.step, lack)
+        self._snapshot = None
+        return None
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the last checkpoint before the start; 0: there was none."""
+        return _step_of(self.start.checkpoint)
 
     def went_back(self, name: str, role: Role, reason: str) -> float:
         """Tell of the loss, now that the run goes on; returns the seconds since it. Losses meanwhile are part of it."""
@@ -109,3 +152,7 @@ class History:
         self.committer.finish()
         if not self._run_spec.config.saves_at_end and self.recorder.last is not None:
             self.recorder.flush(self.recorder.last.step)  # otherwise a checkpoint does
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else checkpoint_store.read_meta(checkpoint).step

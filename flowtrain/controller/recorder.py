@@ -23,6 +23,7 @@ from flowtrain.types.events import (
     Rejected,
     Rejoined,
     SlowFound,
+    SnapshotKept,
     SpansRecorded,
     UnitDone,
 )
@@ -90,7 +91,9 @@ class Recorder:
         elif isinstance(event, SlowFound):
             self._tell_slow(event)
         else:  # the controller's own
-            assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded), event
+            assert isinstance(
+                event, CheckpointWritten | CheckpointFailed | SnapshotKept | CostFitted | SpansRecorded
+            ), event
 
     def restarted(self, name: str, role: Role, reason: str) -> None:
         """Record that an actor died and is started again.

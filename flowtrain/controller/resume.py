@@ -22,7 +22,7 @@ from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.training import checkpoint_store
-from flowtrain.types.plan import CostModel, Degrees, GradientReduction
+from flowtrain.types.plan import CostModel, Degrees, GradientReduction, StateOrigin
 from flowtrain.types.run_plan import ENCODER_MODES
 from flowtrain.types.samples import SamplerState
 
@@ -44,6 +44,22 @@ class ResumePoint:
     cost: CostModel | None = None
     gradient_reduction: str | None = None
     """Of the run that wrote the checkpoint; None: no checkpoint."""
+    in_memory: bool = False
+    """The ranks' nodes keep the state in their memory; ``checkpoint`` is then that of an earlier step, or None."""
+
+    @property
+    def origin(self) -> StateOrigin:
+        """From where ranks load their state."""
+        if self.in_memory:
+            return StateOrigin(snapshot_step=self.step)
+        return StateOrigin(checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+
+    @property
+    def text(self) -> str:
+        """What a run goes on from, for a message."""
+        if self.in_memory:
+            return f"the snapshot of step {self.step} in its nodes' memory"
+        return "the beginning" if self.checkpoint is None else f"the checkpoint of step {self.step}"
 
 
 def consumed_at(point: ResumePoint) -> ConsumedPositions:

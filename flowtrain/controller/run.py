@@ -16,6 +16,7 @@ from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.following import following, telling_the_end
 from flowtrain.controller.group_run import GroupRun
 from flowtrain.controller.history import History
+from flowtrain.controller.keepers import Keepers
 from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.resume import check_goes_on
@@ -70,9 +71,12 @@ def run_training(
         costs = CostKeeper(run.run_spec, run.files, run.start.cost, stream.note)
         note_start(run, stream)
         committer = Committer(run.run_spec, run.files, recorder, costs, stream.warn, stream.emit)
-        history = History(run, recorder, costs, committer)
+        classes = classes or actor_classes(config)
+        keepers = Keepers(config, classes)
+        stack.callback(keepers.close)
+        history = History(run, recorder, costs, committer, keepers)
         controller = Controller(run, history, traces, stream, display, stop)
-        stopped = controller.run(classes or actor_classes(config))
+        stopped = controller.run(classes)
     return _summary(run, history, stopped, started, stream.off)
 
 
@@ -99,7 +103,7 @@ def _summary(run: OpenRun, history: History, stopped: bool, started: float, trac
 
 
 class Controller:
-    """Starts the worker group, and starts it again from the last checkpoint when the coordinator is lost."""
+    """Starts the worker group, and starts it again from where its state is when the coordinator is lost."""
 
     def __init__(
         self,
@@ -162,9 +166,9 @@ class Controller:
         raise AssertionError("the last group's coordinator may not be lost")
 
     def _go_back(self, lost: GroupLost) -> Callable[[], None]:
-        """Go back to the last checkpoint; returns what to call when all actors run again."""
+        """Go back to where the state is; returns what to call when all actors run again."""
         self._history.lost()
-        self._stream.warn(f"{lost.name} is lost ({lost.reason}); all actors start again from the last checkpoint")
+        self._stream.warn(f"{lost.name} is lost ({lost.reason}); all actors start again")
         names = [COORDINATOR, *(spec.name for spec in self._run.specs)]
         worker_group.wait_until_ended(self._config, names, self._config.limits.stop_timeout_s)
         self._history.go_back()
@@ -173,4 +177,7 @@ class Controller:
     def _runs_again(self, lost: GroupLost) -> None:
         role = Role.COORDINATOR if lost.name == COORDINATOR else Role.BACKBONE
         down_s = self._history.went_back(lost.name, role, lost.reason)
-        self._stream.note(f"the run goes on after {down_s:.1f} s, from step {self._history.start.step + 1} on")
+        self._stream.note(
+            f"the run goes on after {down_s:.1f} s, from {self._history.start.text}, so with step "
+            f"{self._history.start.step + 1}"
+        )

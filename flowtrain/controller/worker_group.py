@@ -20,6 +20,7 @@ from flowtrain.actors.coordinator import POLL_S, Coordinator, RemakeFlow
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.actors.feeder import Feeder
+from flowtrain.actors.keeper import RayKeeper, SnapshotKeeper
 from flowtrain.actors.link import RayLink
 from flowtrain.config.model import BackboneConfig
 from flowtrain.config.run import RunConfig
@@ -30,7 +31,7 @@ from flowtrain.errors import ResourceError, StallError
 from flowtrain.flow.flow import Flow
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.evaluation import EvalRounds
-from flowtrain.types.plan import RankStart
+from flowtrain.types.plan import RankStart, StateOrigin
 from flowtrain.types.sources import SourceIndex
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class ActorClasses:
     encoder: type = Encoder
     encoder_rank: type = EncoderRank
     backbone: type = BackboneRank
+    keeper: type = SnapshotKeeper
     launcher: Launcher = field(default_factory=Launcher)
 
 
@@ -299,14 +301,16 @@ def _construct(
 def start_backbone(
     workers: WorkerGroup,
     backbone: BackboneConfig,
-    checkpoint: str | None,
+    origin: StateOrigin,
     evaluations: tuple[EvalRounds, ...],
     results: Results,
+    keepers: Callable[[Mapping[int, str]], Mapping[int, RayKeeper]] | None = None,
 ) -> RankStart:
     """Join the ranks to one process group and load their state; returns the answer of the rank with the slowest device.
 
     evaluations: of each held-out set.
     results: waits for calls, given by actor name; it raises if they fail or take too long.
+    keepers: returns who keeps each rank's snapshots, from the ids of the ranks' nodes; None: nobody.
     """
     ranks = workers.of_role(Role.BACKBONE)
     addresses = results({name: rank.node_address.remote() for name, rank in ranks.items()})
@@ -315,7 +319,12 @@ def start_backbone(
     host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
     name, first = next(iter(ranks.items()))
     (port,) = results({name: first.open_rendezvous.remote(host)})
-    args = (host, port, checkpoint, evaluations, shard_size)
-    starts = results({name: rank.start.remote(*args) for name, rank in ranks.items()})
+    kept: Mapping[int, RayKeeper] = {}
+    if keepers is not None:
+        kept = keepers(dict(enumerate(results({name: rank.node_id.remote() for name, rank in ranks.items()}))))
+    args = (host, port, origin, evaluations, shard_size)
+    starts = results(
+        {name: rank.start.remote(*args, kept.get(index)) for index, (name, rank) in enumerate(ranks.items())}
+    )
     slowest: RankStart = min(starts, key=attrgetter("peak.flops"))
     return slowest

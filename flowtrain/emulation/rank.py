@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from flowtrain.actors.backbone import BackboneRank
+from flowtrain.actors.keeper import Keeper
 from flowtrain.actors.rank_reader import build_reader
 from flowtrain.actors.reading import MicrobatchReader
 from flowtrain.actors.spans import SpanLog
@@ -24,10 +25,10 @@ from flowtrain.pipeline.recompute import Recomputation
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.memory_choice import foreseen_recomputation, foreseen_reduction, foreseen_sharding, with_choices
 from flowtrain.training.mesh import BackboneGroup
-from flowtrain.training.saver import CheckpointSaver
+from flowtrain.training.saver import CheckpointSaver, Report
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.evaluation import EvalRounds
-from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding
+from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding, StateOrigin
 
 T = TypeVar("T")
 _REAL_WAIT_S = 0.0005
@@ -62,13 +63,14 @@ class EmulatedRank(BackboneRank):
         self,
         host: str,
         port: int,
-        checkpoint: str | None,
+        origin: StateOrigin,
         evaluations: tuple[EvalRounds, ...],
         shard_size: int | None,
+        keeper: Keeper | None = None,
     ) -> RankStart:
         """Take the place in the emulated backbone; no process group and no model is built."""
         process, run = self._process, self._process.run
-        self._evaluations, self._family = evaluations, process.family
+        self._evaluations, self._family, self._keeper = evaluations, process.family, None
         rooms, member = process.rooms(self._dp_rank), self._rank % self._degrees.replica_size
         self._replica, self._reading = ThreadChannel(member, rooms.training), ThreadChannel(member, rooms.reading)
         group = EmulatedGroup(self._rank, self._degrees, rooms.tensor[self._pp_rank])
@@ -139,8 +141,8 @@ class EmulatedRank(BackboneRank):
         clock, settings = self._clock, self._process.run.settings
         return cast(MicrobatchClock, EmulatedClock(lambda: clock.busy_s, settings.time_scale))
 
-    def _make_saver(self, first_step: int) -> CheckpointSaver:
-        return cast(CheckpointSaver, EmulatedSaver(first_step))
+    def _make_saver(self, saved_step: int, report: Report) -> CheckpointSaver:
+        return cast(CheckpointSaver, EmulatedSaver(saved_step))
 
     def _take_host_s(self) -> float | None:
         host_s, self._clock.host_s = self._clock.host_s, 0.0

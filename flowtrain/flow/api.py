@@ -121,6 +121,10 @@ class CoordinatorApi(Protocol):
         """Report that a checkpoint could not be written; rank 0 reports it for all."""
         ...
 
+    async def snapshot_kept(self, step: int) -> None:
+        """Report that the nodes of all ranks keep a snapshot of the state after a step; rank 0 reports it."""
+        ...
+
     async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         """Return who waits for what, as text for a message."""
         ...

@@ -22,6 +22,7 @@ from flowtrain.types.events import (
     Rejected,
     Rejoined,
     SlowFound,
+    SnapshotKept,
     SpansRecorded,
     UnitDone,
 )
@@ -162,6 +163,10 @@ class EventLog:
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Note that a checkpoint could not be written."""
         self._tell(CheckpointFailed(step, reason))
+
+    def snapshot_kept(self, step: int) -> None:
+        """Note that the nodes of all ranks keep a snapshot."""
+        self._tell(SnapshotKept(step))
 
     def finished(self, members: Sequence[RankReport]) -> bool:
         """Note that a replica finished a unit; True once all replicas have, and then ``unit_done`` is due.

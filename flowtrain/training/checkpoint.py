@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from flowtrain.training.checkpoint_format import (
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.frozen import check_frozen
 from flowtrain.training.mesh import BackboneGroup
-from flowtrain.training.snapshot import model_state, optimizer_state
+from flowtrain.training.snapshot import empty_state, model_state, optimizer_state, restore_random_state
 
 
 def load(
@@ -135,7 +134,7 @@ def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
 def _allocate_optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer, index: Metadata) -> None:
     """Give the optimizer the state tensors that the checkpoint has, so that they can be loaded in place.
 
-    A state with its parameter's shape is sharded like the parameter; others (step counters) are whole on every rank.
+    A state with its parameter's shape is sharded like the parameter.
     """
     parameters = {model.stored_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer.state.clear()
@@ -146,11 +145,8 @@ def _allocate_optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimiz
         parameter = parameters.get(parameter_name)
         if parameter is None or not parameter.requires_grad:
             continue
-        if entry.size == parameter.shape and entry.size != torch.Size([]):
-            value = torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
-        else:
-            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
-        optimizer.state[parameter][key] = value
+        is_shard = entry.size == parameter.shape and entry.size != torch.Size([])
+        optimizer.state[parameter][key] = empty_state(parameter, entry.size, entry.properties.dtype, is_shard)
 
 
 def _check_index(directory: Path, index: Metadata, state: dict[str, Any]) -> None:
@@ -167,13 +163,7 @@ def _check_index(directory: Path, index: Metadata, state: dict[str, Any]) -> Non
 
 def _read_random_state(directory: Path, group: BackboneGroup) -> None:
     path = directory / random_state_file(group.rank)
-    states = torch.load(path, weights_only=True) if path.exists() else {}
-    degrees = states.get("degrees")
-    if degrees != astuple(group.degrees):
-        return  # saved at other degrees; the driver reports that
-    torch.set_rng_state(states["cpu"])
-    if group.device.type != "cpu" and "device" in states:
-        torch.get_device_module(group.device).set_rng_state(states["device"], group.device)
+    restore_random_state(torch.load(path, weights_only=True) if path.exists() else {}, group)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

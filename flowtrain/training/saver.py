@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,8 @@ Write = Callable[[Path, Snapshot], str | None]
 """Writes a snapshot into a directory; collective. Returns why it failed, the same on all ranks, or None."""
 Report = Callable[[int, Path, str | None], None]
 """Gets the step of a save that ended, its directory, and why it failed or None; called in the thread that wrote."""
+Keep = Callable[[int, Snapshot], None]
+"""Keeps the snapshot after a step in memory; collective. Called in the thread that writes."""
 
 HOST_MEMORY_SHARE = 0.5
 """``checkpoint.background: auto`` writes in the background if all copies on a node fit into this share of its free
@@ -35,7 +38,7 @@ class CheckpointSaver:
 
     take: takes a snapshot, into the given buffers. background: write in a thread of its own.
     record: gets the spans ``checkpoint_copy``, ``checkpoint_wait`` (training waits for the save before) and
-    ``checkpoint_write``.
+    ``checkpoint_write``, or ``snapshot_copy`` and ``snapshot_write``.
     """
 
     def __init__(
@@ -72,8 +75,7 @@ class CheckpointSaver:
         self._is_prepared = True
         self.wait()
         tensors, self._under_way = self._take(None).tensors, Future()
-        arguments = (self._buffers, tensors, self._under_way)
-        threading.Thread(target=self._reserve, args=arguments, name="checkpoint", daemon=True).start()
+        self._begin(partial(self._buffers.reserve, tensors), self._under_way)
 
     def save(self, step: int, directory: Path) -> None:
         """Save the state after ``step`` into ``directory``; waits for the save before. The state may then change.
@@ -85,12 +87,24 @@ class CheckpointSaver:
         snapshot = self._take(self._buffers)
         self._record("checkpoint_copy", started_s, time.monotonic(), step=step)
         self._step, self._under_way = step, Future()
-        arguments = (step, directory, snapshot, self._under_way)
-        if self._buffers is None:
-            self._run(*arguments)
-        else:
-            # A daemon: a rank that fails must not wait for a collective of ranks that failed too.
-            threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
+        self._begin(partial(self._save, step, directory, snapshot), self._under_way)
+
+    def keep(self, step: int, keep: Keep) -> bool:
+        """Keep the state after ``step`` in memory; False if a rank still writes: training must not wait for that.
+
+        Collective over all ranks. Raises as ``save``.
+        """
+        is_busy = torch.tensor([float(self._under_way is not None and not self._under_way.done())])
+        dist.all_reduce(is_busy, dist.ReduceOp.MAX, group=self._group.process_group)
+        if is_busy.item():
+            return False
+        self.wait()
+        started_s = time.monotonic()
+        snapshot = self._take(self._buffers)
+        self._record("snapshot_copy", started_s, time.monotonic(), step=step)
+        self._under_way = Future()
+        self._begin(partial(self._keep, step, keep, snapshot), self._under_way)
+        return True
 
     def wait(self) -> str | None:
         """Wait for the save that is under way; returns why the last save failed, or None. Raises as ``save``."""
@@ -106,24 +120,32 @@ class CheckpointSaver:
         self._step = self._saved_step
         return problem
 
-    def _run(self, step: int, directory: Path, snapshot: Snapshot, ended: Future[str | None]) -> None:
+    def _begin(self, work: Callable[[], str | None], ended: Future[str | None]) -> None:
+        """Do the work, in a thread of its own if there are buffers; ``ended`` gets its result."""
+        if self._buffers is None:
+            self._run(work, ended)
+        else:
+            # A daemon: a rank that fails must not wait for a collective of ranks that failed too.
+            threading.Thread(target=self._run, args=(work, ended), name="checkpoint", daemon=True).start()
+
+    def _run(self, work: Callable[[], str | None], ended: Future[str | None]) -> None:
         try:
             self._use_device()
-            started_s = time.monotonic()
-            problem = self._write(directory, snapshot)
-            self._record("checkpoint_write", started_s, time.monotonic(), step=step)
-            self._report(step, directory, problem)
-            ended.set_result(problem)
+            ended.set_result(work())
         except BaseException as error:  # the training thread raises it at its next wait
             ended.set_exception(error)
 
-    def _reserve(self, buffers: HostBuffers, tensors: Mapping[str, torch.Tensor], ended: Future[str | None]) -> None:
-        try:
-            self._use_device()
-            buffers.reserve(tensors)
-            ended.set_result(None)
-        except BaseException as error:  # the training thread raises it at its next wait
-            ended.set_exception(error)
+    def _save(self, step: int, directory: Path, snapshot: Snapshot) -> str | None:
+        started_s = time.monotonic()
+        problem = self._write(directory, snapshot)
+        self._record("checkpoint_write", started_s, time.monotonic(), step=step)
+        self._report(step, directory, problem)
+        return problem
+
+    def _keep(self, step: int, keep: Keep, snapshot: Snapshot) -> None:
+        started_s = time.monotonic()
+        keep(step, snapshot)
+        self._record("snapshot_write", started_s, time.monotonic(), step=step)
 
     def _use_device(self) -> None:
         """Let the calling thread use the training thread's accelerator, if there is one."""
@@ -138,19 +160,27 @@ def writes_in_background(setting: Literal["auto"] | bool, copy_nbytes: int, grou
     """
     if setting != "auto":
         return setting
+    lacking = lacking_memory(copy_nbytes, group)
+    if lacking is not None and group.rank == 0:
+        logger.warning(
+            "checkpoint.background: auto writes checkpoints while training waits: a node's copies need %s", lacking
+        )
+    return lacking is None
+
+
+def lacking_memory(nbytes: int, group: BackboneGroup) -> str | None:
+    """Whether a node lacks host memory for what its ranks need, with the numbers; the same on all ranks.
+
+    nbytes: what this rank needs; all of a node may take ``HOST_MEMORY_SHARE`` of its free memory. Collective over the
+    checkpoint group.
+    """
     # Ranks in several containers of one machine share its memory; the boot id tells machines apart.
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     every: list[tuple[str, int, int]] = [("", 0, 0)] * group.world_size
-    dist.all_gather_object(every, (machine, copy_nbytes, host_memory().available_nbytes), group=group.checkpoint_group)
+    dist.all_gather_object(every, (machine, nbytes, host_memory().available_nbytes), group=group.checkpoint_group)
     for machine in sorted({each[0] for each in every}):
         needed = sum(nbytes for where, nbytes, _ in every if where == machine)
         free = min(available for where, _, available in every if where == machine)
         if needed > HOST_MEMORY_SHARE * free:
-            if group.rank == 0:
-                logger.warning(
-                    "checkpoint.background: auto writes checkpoints while training waits: a node's copies need %s "
-                    "bytes, more than half of the %s bytes of memory that are free there",
-                    *(f"{needed:,}", f"{free:,}"),
-                )
-            return False
-    return True
+            return f"{needed:,} bytes, more than half of the {free:,} bytes of memory that are free there"
+    return None

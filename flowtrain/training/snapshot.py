@@ -102,3 +102,22 @@ def optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer) -> dic
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def empty_state(parameter: torch.Tensor, size: torch.Size, dtype: torch.dtype, is_shard: bool) -> torch.Tensor:
+    """A state tensor of the optimizer for values to be loaded into.
+
+    is_shard: it is sharded like its parameter; others (step counters) are whole on every rank, of ``size``.
+    """
+    if is_shard:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(size, dtype=dtype, device=parameter.device)
+
+
+def restore_random_state(random: Mapping[str, Any], group: BackboneGroup) -> None:
+    """Set the generators as a snapshot has them, unless it was taken at other degrees; the driver reports that."""
+    if random.get("degrees") != astuple(group.degrees):
+        return
+    torch.set_rng_state(random["cpu"])
+    if group.device.type != "cpu" and "device" in random:
+        torch.get_device_module(group.device).set_rng_state(random["device"], group.device)

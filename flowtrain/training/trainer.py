@@ -18,11 +18,12 @@ from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.pipeline.actions import Action, MemoryStrategy, Schedule
 from flowtrain.pipeline.configured import configured_memory
 from flowtrain.pipeline.executor import carried_schedule, checked_schedule, execute
-from flowtrain.training import checkpoint
+from flowtrain.training import checkpoint, kept_snapshot
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.checkpoint_writer import write_snapshot
 from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
 from flowtrain.training.frozen import describe_frozen, frozen_parts, merged_digests
+from flowtrain.training.kept_snapshot import KeptSnapshot
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.memory_guard import MemoryGuard
 from flowtrain.training.mesh import BackboneGroup
@@ -41,6 +42,7 @@ from flowtrain.training.spikes import LossWindow
 from flowtrain.training.stages import Stages
 from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.training.work_spans import SpanRecorder
+from flowtrain.types.memory import MemoryFile
 from flowtrain.types.messages import SampleLoss
 from flowtrain.types.plan import StepPlan, UnitKind
 
@@ -83,7 +85,8 @@ class Trainer:
     record: gets the spans ``forward``, ``backward``, ``optimizer``; on an accelerator once the device has passed them
         and ``stages.spans.collect`` is called.
     before_optimizer: gets the model with its full, corrected gradients before clipping (for tests).
-    resume_from: a checkpoint's directory; of the model's first weights only frozen ones are then read.
+    resume_from: a checkpoint's directory, or this rank's snapshot; of the model's first weights only frozen ones are
+        then read.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Trainer:
         *,
         record: SpanRecorder | None = None,
         before_optimizer: Callable[[ModelChunks], None] | None = None,
-        resume_from: Path | None = None,
+        resume_from: Path | KeptSnapshot | None = None,
     ) -> None:
         if {"connector", "backbone", "encoders"} <= set(config.frozen_modules):
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
@@ -126,7 +129,9 @@ class Trainer:
         self._frozen_parts, self._merged_digests = frozen_parts(self.model, group), merged_digests(family, group)
         self._frozen: dict[str, Any] | None = None
         self._guard: MemoryGuard | None = None
-        if resume_from is not None:
+        if isinstance(resume_from, KeptSnapshot):
+            kept_snapshot.restore(resume_from, self.model, self.optimizer, self.group, self._described_frozen)
+        elif resume_from is not None:
             self.load_checkpoint(resume_from)
 
     def guard_memory(self, guard: MemoryGuard) -> None:
@@ -249,6 +254,13 @@ class Trainer:
         Returns why the file system refused it, or None. See ``training/checkpoint_writer.py``.
         """
         return write_snapshot(directory, snapshot, self.model.tied, self._described_frozen(), self.group)
+
+    def write_memory(self, name: str, snapshot: Snapshot) -> MemoryFile:
+        """Write a snapshot into a new file of this process's memory, in any thread; collective.
+
+        Raises OSError if the machine refuses the memory.
+        """
+        return kept_snapshot.write_memory(name, snapshot, self._described_frozen())
 
     def save_checkpoint(self, directory: Path) -> None:
         """Write this rank's share into the temporary ``directory``; collective. Raises CheckpointError on failure."""

@@ -130,6 +130,13 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotKept:
+    """The state of all ranks after ``step`` lies in their nodes' memory, outside of their processes."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class CostFitted:
     """A cost model was fitted to measured microbatches (see ``scheduler/cost_fit.py``)."""
 
@@ -169,4 +176,14 @@ class SpansRecorded:
     counters: tuple[Counter, ...] = ()
 
 
-Event = UnitDone | Rejected | Rejoined | CheckpointWritten | CheckpointFailed | CostFitted | SlowFound | SpansRecorded
+Event = (
+    UnitDone
+    | Rejected
+    | Rejoined
+    | CheckpointWritten
+    | CheckpointFailed
+    | SnapshotKept
+    | CostFitted
+    | SlowFound
+    | SpansRecorded
+)

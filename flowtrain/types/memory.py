@@ -56,6 +56,16 @@ class SocketOffer:
     """Secret that a reader presents."""
 
 
+@message
+class MemoryFile:
+    """A process's anonymous file of memory (memfd), which others of its node open through ``/proc/<pid>/fd/<fd>``."""
+
+    pid: int
+    fd: int
+    name: str
+    """By which it is known from what another process may have there."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentExport:
     """What a process publishes about its bound memory in one tier, so that a peer can map it."""

@@ -134,6 +134,16 @@ class RankStart:
     """What each pipeline rank recomputes, for the user, if that was chosen at the start."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateOrigin:
+    """Where the state of backbone ranks comes from; neither a checkpoint nor a snapshot: the model's first weights."""
+
+    checkpoint: str | None = None
+    """Its directory."""
+    snapshot_step: int | None = None
+    """Step after which the nodes keep it in their memory."""
+
+
 class UnitKind(enum.StrEnum):
     """What the backbone does with a unit."""
 

@@ -19,7 +19,7 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.events import CheckpointWritten, Event, UnitDone
-from flowtrain.types.plan import Degrees, UnitKind
+from flowtrain.types.plan import Degrees, StateOrigin, UnitKind
 from tests.actors.local import Background, local_coordinator
 from tests.actors.scripted import new_run_id
 from tests.e2e.worlds import World, tiny_config
@@ -59,7 +59,7 @@ def run(config: RunConfig, directory: Path) -> list[Event]:
         producers = [Background(Feeder(config, run_id, spec.indexes, 0, 1, segment_nbytes).run, link)]
         producers += [Background(Encoder(config, "vision", "encoder-0", run_id).run, link)]
         rank = BackboneRank(config, 0, Degrees(), "backbone-dp0-pp0-tp0", spec.num_steps, run_id)
-        rank.start(LOOPBACK, 0, None, spec.evaluations, None)
+        rank.start(LOOPBACK, 0, StateOrigin(), spec.evaluations, None)
         rank.run(link, 0, 0, str(directory), run_id, last_traced_step=NUM_STEPS)
         for producer in producers:
             producer.join()

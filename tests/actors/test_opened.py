@@ -23,7 +23,7 @@ from flowtrain.models.families import hf_family, llava
 from flowtrain.models.weights import Origin
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.messages import FeedOrder, Joined, LeaseOrder
-from flowtrain.types.plan import Degrees
+from flowtrain.types.plan import Degrees, StateOrigin
 from tests.actors.scripted import ScriptedLink, new_run_id
 
 CONFIGURATIONS, TOKENIZER, PROCESSOR, FOOTERS = "configurations", "tokenizer", "image processor", "footers"
@@ -100,7 +100,7 @@ def test_an_encoder_rank_opens_its_tower_alone(
 
 def test_a_backbone_rank_opens_no_image_processor_and_no_tower(config: RunConfig, opened: Counter[str]) -> None:
     rank = BackboneRank(config, 0, Degrees(), "backbone-dp0-pp0-tp0", 4, new_run_id())
-    rank.start(LOOPBACK, 0, None, (), None)
+    rank.start(LOOPBACK, 0, StateOrigin(), (), None)
     try:
         assert opened == {CONFIGURATIONS: 2, TOKENIZER: 1, LANGUAGE: 1}
     finally:

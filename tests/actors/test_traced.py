@@ -20,7 +20,7 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import read_events, read_spans
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.types.plan import Degrees
+from flowtrain.types.plan import Degrees, StateOrigin
 from flowtrain.types.tracing import ClockReading, TraceOrder
 from tests.actors.local import Background, LocalLink, local_coordinator
 from tests.actors.scripted import new_run_id
@@ -69,7 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         ended = [Background(rank.trace, order)]
         feeder = Feeder(config, run_id, spec.indexes, 0, 1, spec.plan.feeder.segment_nbytes)
         producers = [Background(feeder.run, link), Background(encoder.run, Elsewhere(link))]
-        rank.start(LOOPBACK, 0, None, spec.evaluations, None)
+        rank.start(LOOPBACK, 0, StateOrigin(), spec.evaluations, None)
         rank.run(link, 0, 0, str(directory), run_id, TRACED)
         for each in [*producers, *ended]:
             assert each.join() in (None, ()), "nothing failed"

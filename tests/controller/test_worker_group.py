@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from flowtrain.controller.worker_group import (
     start_coordinator,
 )
 from flowtrain.errors import ResourceError
-from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding
+from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding, StateOrigin
 from tests.training.ranks import make_config
 
 
@@ -219,11 +220,13 @@ class FakeRank:
         self.node_address = SimpleNamespace(remote=lambda: node)
         self.open_rendezvous = SimpleNamespace(remote=lambda host: log.append(f"{name} listens on {host}") or 77)
         self.start = SimpleNamespace(
-            remote=lambda host, port, checkpoint, every, shard_size: (
+            remote=lambda host, port, origin, every, shard_size, keeper: (
                 log.append(f"{name} joins {host}:{port}, shards over {shard_size}")
+                or log.extend([f"{name} has keeper {keeper}"] if keeper is not None else [])
                 or RankStart(peak, REDUCTION, SHARDING)
             )
         )
+        self.node_id = SimpleNamespace(remote=lambda: f"id of {node}")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,14 @@ def test_ranks_meet_on_the_loopback_only_if_they_share_a_node(nodes: tuple[str, 
         return list(calls.values())
 
     settings = BackboneConfig(sharding="hybrid", hybrid_shard_size=2, data_parallel_size=2)
-    assert start_backbone(workers, settings, None, None, results).peak.flops == 2.0, "the slowest device counts"
+    assert start_backbone(workers, settings, StateOrigin(), (), results).peak.flops == 2.0, "the slowest device counts"
     joined = [f"rank {index} joins {host}:77, shards over 2" for index in range(2)]
     assert log == [f"rank 0 listens on {host}", *joined]
     assert waited == [["rank 0", "rank 1"], ["rank 0"], ["rank 0", "rank 1"]]
+    log.clear()
+
+    def keepers(nodes: Mapping[int, str]) -> Any:
+        return {rank: f"on {node}" for rank, node in nodes.items()}
+
+    start_backbone(workers, settings, StateOrigin(snapshot_step=3), (), results, keepers)
+    assert log[2::2] == [f"rank {index} has keeper on id of {node}" for index, node in enumerate(nodes)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.util import list_named_actors
 from transformers import LlavaForConditionalGeneration
 
 from flowtrain import api
@@ -250,6 +251,25 @@ def test_a_run_that_lost_a_rank_starts_the_backbone_again_to_the_bit(directory: 
     check_ledger(config, [] if mode == "llm_only" else [CORRUPT_ROW])
     told = [line for line in json_lines(files.events) if line["event"] == "restart"]
     assert [line["role"] for line in told] == ["backbone"] and told[0]["down_s"] > 0
+
+
+def test_a_lost_rank_costs_no_step_that_a_snapshot_has(
+    directory: Path, whole: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(
+        *(directory, "colocated", "snapshots", "checkpoint.every_steps=100", "checkpoint.snapshot_every_steps=2"),
+        "checkpoint.background=false",  # so the snapshot is complete before the next step
+    )
+    assert run_training(config, classes=ActorClasses(backbone=DyingOnceRank)).step == NUM_STEPS
+    files = run_dir(config)
+    assert exact_metrics(files) == exact_metrics(run_dir(whole("colocated")))
+    assert answers(files) == answers(run_dir(whole("colocated"))) != {}
+    check_ledger(config, [CORRUPT_ROW])
+    told = [line for line in json_lines(files.events) if line["event"] == "restart"]
+    assert [(line["role"], line["steps_again"]) for line in told] == [("backbone", 0)]
+    assert "from the snapshot of step 2 in its nodes' memory, so with step 3" in capfd.readouterr().err
+    assert [path.name for path in files.checkpoints.glob("step-*")] == [f"step-{NUM_STEPS:08d}"]
+    assert not [each for each in list_named_actors(all_namespaces=True) if each["namespace"] == "flowtrain-snapshots"]
 
 
 class HangingOnceRank(DyingOnceRank):

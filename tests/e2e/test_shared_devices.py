@@ -14,7 +14,7 @@ from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
 from flowtrain.controller.mps import nodes_without_mps
 from flowtrain.controller.state import Role
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup, start_actors, start_backbone
-from flowtrain.types.plan import DevicePeak, GradientReduction, RankStart, Sharding
+from flowtrain.types.plan import DevicePeak, GradientReduction, RankStart, Sharding, StateOrigin
 from tests.training.ranks import make_config
 
 pytestmark = pytest.mark.e2e
@@ -70,7 +70,7 @@ def test_each_device_gets_one_rank_and_one_encoder(ray_cluster: None, dp: int, t
         workers = start_actors(config, specs, group, classes, coordinator, "run", 1)
         try:
             workers.run_producers()
-            start_backbone(workers, config.backbone, None, None, results)
+            start_backbone(workers, config.backbone, StateOrigin(), (), results)
             found = devices_of(workers)
             ranks = [device for name, own in found.items() if name.startswith("backbone") for device in own]
             encoders = [device for name, own in found.items() if name.startswith("encoder") for device in own]

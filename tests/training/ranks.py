@@ -255,13 +255,13 @@ def _run_job(group: BackboneGroup, job: Job) -> Outcome:
         group,
         num_steps=10,
         record=lambda name, start_s, end_s, **args: outcome.spans.append(name),
-        before_optimizer=lambda model: outcome.gradients.append(_full(model, gradients=True)),
+        before_optimizer=lambda model: outcome.gradients.append(full_values(model, gradients=True)),
         resume_from=job.load_from,
     )
     outcome.listening = listening_addresses()
     for step, slots in enumerate(job.steps, start=job.first_step):
         with Operators() if job.counts_operators else nullcontext() as operators:
-            outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
+            outcome.results.append(run_unit(trainer, job, make_plan(slots, step)))
         if operators is not None:
             outcome.operators += operators.counts
         if step == job.save_after:
@@ -269,8 +269,8 @@ def _run_job(group: BackboneGroup, job: Job) -> Outcome:
             saver = _saver(trainer)
             saver.save(step, job.save_to)
     if job.eval_slots is not None:
-        outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
-    outcome.weights = _full(trainer.model, gradients=False)
+        outcome.results.append(run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
+    outcome.weights = full_values(trainer.model, gradients=False)
     if job.save_after is not None:
         assert saver.wait() is None
     elif job.save_to is not None:
@@ -290,7 +290,8 @@ def _saver(trainer: Trainer) -> CheckpointSaver:
     )
 
 
-def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
+def run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
+    """Run a unit of a job's samples."""
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     if (job.schedule_seed is not None or job.encodes_ahead) and plan.unit.kind is UnitKind.TRAIN:
@@ -339,7 +340,8 @@ def listening_addresses() -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
 
 
-def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
+def full_values(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
+    """Whole weights of this rank's chunks, or their gradients, by stored name; collective."""
     full = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if gradients else parameter.detach()

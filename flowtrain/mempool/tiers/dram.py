@@ -6,7 +6,6 @@ the pages are freed with the last process that maps them.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -19,8 +18,9 @@ import numpy as np
 
 from flowtrain.errors import OwnerLostError, ResourceError
 from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.memory_file import open_memory
 from flowtrain.mempool.tiers import virtual_memory
-from flowtrain.types.memory import SegmentExport
+from flowtrain.types.memory import MemoryFile, SegmentExport
 
 logger = logging.getLogger(__name__)
 
@@ -242,23 +242,14 @@ class DramRegion:
 
 def _open_segment(export: SegmentExport, run_id: str) -> int:
     """Open a peer's segment. Raises OwnerLostError if the process is gone, or another one has its pid."""
-    path = f"/proc/{export.pid}/fd/{export.fd}"
-    expected = f"/memfd:{segment_name(run_id, export.process_index)} (deleted)"
-    found = None
-    try:
-        # The link is checked first, since opening another program's pipe or device may block or have effects.
-        found = os.readlink(path)
-        if found == expected:
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            found = os.readlink(f"/proc/self/fd/{fd}")
-            if found == expected and os.fstat(fd).st_size >= export.bound_nbytes:
-                return fd
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM):
-            raise
-        found = os.strerror(error.errno)
+    file = MemoryFile(export.pid, export.fd, segment_name(run_id, export.process_index))
+    found = open_memory(file)
+    if isinstance(found, int):
+        if os.fstat(found).st_size >= export.bound_nbytes:
+            return found
+        os.close(found)
+        found = f"it has fewer than {export.bound_nbytes} bytes"
     raise OwnerLostError(
-        f"the segment of process {export.process_index} (pid {export.pid} on node {export.node_id}) is gone: {path} is "
-        f"{found}, not {expected}; ask the coordinator again by position"
+        f"the segment of process {export.process_index} (pid {export.pid} on node {export.node_id}) is gone: {found}; "
+        "ask the coordinator again by position"
     )

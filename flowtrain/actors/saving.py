@@ -1,0 +1,171 @@
+"""Saves one rank's state where a unit ends: checkpoints on disk, snapshots in its node's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from flowtrain.actors.keeper import Keeper
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.config.training import CheckpointConfig
+from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.units import ends_step
+from flowtrain.training.checkpoint_store import temporary_directory
+from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.saver import CheckpointSaver, Report, lacking_memory
+from flowtrain.training.snapshot import Snapshot
+from flowtrain.training.trainer import Trainer
+from flowtrain.types.evaluation import EvalRounds
+from flowtrain.types.plan import Unit
+
+logger = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """Puts snapshots of one rank into its node's memory; gives up, with a warning, when a rank cannot."""
+
+    def __init__(
+        self, every_steps: int, trainer: Trainer, group: BackboneGroup, link: CoordinatorLink, keeper: Keeper, name: str
+    ) -> None:
+        self._every_steps, self._trainer, self._group = every_steps, trainer, group
+        self._link, self._keeper, self._name = link, keeper, name
+        self._is_due = self._is_off = False
+
+    def check_room(self) -> None:
+        """Raise ConfigError unless each node has room for two snapshots of its ranks; collective."""
+        lacking = lacking_memory(2 * self._trainer.copy_nbytes(), self._group)
+        if lacking is not None:
+            raise ConfigError(
+                f"checkpoint.snapshot_every_steps ({self._every_steps}) keeps two snapshots in the memory of a node, "
+                f"which need {lacking}; set it to null, so that a backbone that loses a rank starts again from the "
+                "last checkpoint, or use fewer ranks a node"
+            )
+
+    def after_unit(self, unit: Unit, ends: bool, may_save: Callable[[int], bool], saver: CheckpointSaver) -> None:
+        """Take a snapshot if one is due and the step ends here; the same on all ranks."""
+        self._is_due |= unit.step % self._every_steps == 0
+        if self._is_due and ends and not self._is_off and may_save(unit.step):
+            self._is_due = not saver.keep(unit.step, self._keep)
+
+    def made(self) -> None:
+        """Note that a checkpoint of this step makes a snapshot needless."""
+        self._is_due = False
+
+    def _keep(self, step: int, snapshot: Snapshot) -> None:
+        """Keep a snapshot, and tell the driver when all ranks have; called in the thread that writes."""
+        every: list[str | None] = [None] * self._group.world_size
+        dist.all_gather_object(every, self._held(step, snapshot), group=self._group.checkpoint_group)
+        problem = next((f"rank {rank}: {each}" for rank, each in enumerate(every) if each is not None), None)
+        self._is_off = problem is not None
+        if self._group.rank:
+            return
+        if problem is None:
+            self._link.ask(CoordinatorApi.snapshot_kept, step)
+        else:
+            logger.warning(
+                "no snapshot of step %d, and no later one: %s; a backbone that loses a rank starts again from the last "
+                "snapshot or checkpoint",
+                step,
+                problem,
+            )
+
+    def _held(self, step: int, snapshot: Snapshot) -> str | None:
+        """Let the node's keeper hold a snapshot; returns why it does not."""
+        try:
+            file = self._trainer.write_memory(f"{self._name}-{step}", snapshot)
+            try:
+                self._keeper.hold(self._group.rank, step, file)
+            finally:
+                os.close(file.fd)
+        except (OSError, CheckpointError) as error:
+            return str(error)
+        return None
+
+
+class RankSaves:
+    """Saves one rank's state; all ranks call the same methods in the same order.
+
+    make_saver: gets what is called when a save has ended. evaluations: of each held-out set; what is due waits for
+    those after its step. directory, nonce: temporaries of checkpoints lie in the directory, with the nonce in their
+    names. begin: notes what begins. snapshots: None: there are none.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        make_saver: Callable[[Report], CheckpointSaver],
+        link: CoordinatorLink,
+        rank: int,
+        evaluations: tuple[EvalRounds, ...],
+        directory: Path,
+        nonce: str,
+        begin: Callable[[str], None],
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self._config, self._link, self._rank = config, link, rank
+        self._evaluations, self._directory, self._nonce = evaluations, directory, nonce
+        self._begin, self._snapshots = begin, snapshots
+        self._saver = make_saver(self._report)
+        self._is_due = False
+        self._began_s: dict[int, float] = {}  # when the save of a step began
+
+    def prepare(self) -> None:
+        """See ``CheckpointSaver``."""
+        self._saver.prepare()
+
+    def after_unit(self, unit: Unit, may_save: Callable[[int], bool]) -> None:
+        """Save what is due. may_save: whether the state after a step may be kept; collective."""
+        self._is_due |= unit.step % self._config.every_steps == 0
+        ends = ends_step(self._evaluations, unit)
+        if self._is_due:
+            if ends and may_save(unit.step):
+                self._begin("a checkpoint")
+                self._save(unit.step)
+                self._is_due = False
+                if self._snapshots is not None:
+                    self._snapshots.made()
+        elif self._snapshots is not None:
+            self._begin("a snapshot")
+            self._snapshots.after_unit(unit, ends, may_save, self._saver)
+
+    def at_end(self, step: int) -> None:
+        """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept.
+
+        Raises CheckpointError.
+        """
+        problem = None
+        for _ in range(2):
+            self._save(step)
+            if (problem := self._saver.wait()) is None:
+                return
+        raise CheckpointError(
+            f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
+            "there, then go on from the checkpoint before with --resume"
+        )
+
+    def wait(self) -> int:
+        """Wait for the checkpoint that is being written; returns the step of the last one that was."""
+        self._saver.wait()
+        return self._saver.step
+
+    def _save(self, step: int) -> None:
+        """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
+        if step > self._saver.step:
+            self._began_s[step] = time.monotonic()
+            self._saver.save(step, temporary_directory(self._directory, step, self._nonce))
+
+    def _report(self, step: int, directory: Path, problem: str | None) -> None:
+        """Tell the driver how a save ended; called in the thread that wrote."""
+        duration_s = time.monotonic() - self._began_s.pop(step)
+        if self._rank != 0:
+            return
+        if problem is None:
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory), duration_s)
+        else:
+            self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

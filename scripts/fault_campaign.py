@@ -3,12 +3,12 @@
 python scripts/fault_campaign.py DIRECTORY [--faults N] [--seed N] [--roles ROLE ...] [--json]
 
 Each run trains the same tiny model on the same data, with bad samples, evaluations and checkpoints, while some of its
-processes are killed (SIGKILL) or stopped (SIGSTOP): encoders, feeders, backbone ranks, the coordinator, the raylet, the
-driver; at their start, in steps, evaluations, checkpoints and recoveries (``fault_draws.py``). A run that ends is
-resumed by one command until it is done. Then its losses must equal those of the undisturbed run to the bit, the ledger
-must have every position once, and no process, shared memory or temporary file may be left. Faults are drawn from the
-seed and the number of the run alone, so a campaign that was stopped goes on where it was: DIRECTORY/faults.jsonl has
-what was done.
+processes are killed (SIGKILL) or stopped (SIGSTOP): encoders, feeders, backbone ranks, the coordinator, the keeper of
+snapshots, the raylet, the driver; at their start, in steps, evaluations, checkpoints and recoveries
+(``fault_draws.py``). Every other run takes snapshots. A run that ends is resumed by one command until it is done. Then
+its losses must equal those of the undisturbed run to the bit, the ledger must have every position once, and no process,
+shared memory or temporary file may be left. Faults are drawn from the seed and the number of the run alone, so a
+campaign that was stopped goes on where it was: DIRECTORY/faults.jsonl has what was done.
 
 Prints how long it took, by role and kind of fault, until the run noticed and until it trained again. Exits with 1 if an
 audit fails.
@@ -57,12 +57,13 @@ TITLES = {
     "feeder": ("ray::Feeder",),
     "backbone": ("ray::BackboneRank",),
     "coordinator": ("ray::Coordinator",),
+    "keeper": ("ray::SnapshotKeeper",),
     "raylet": ("raylet/raylet",),
     "driver": (),
 }
 """What the command lines of a role's processes contain. The driver is known by its number."""
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-RECOVERS = re.compile(r"starts? again from|is started again|is killed, started again")
+RECOVERS = re.compile(r"(backbone|actors) starts? again|is started again|is killed, started again")
 """What a run says when it has noticed a fault."""
 MAX_STARTS = 8
 LIMITS = (
@@ -74,6 +75,7 @@ LIMITS = (
 )
 """So that a stopped process is noticed soon."""
 NOTICE_S, RUN_S = 240.0, 420.0
+EVERY_SNAPSHOT = 1
 
 
 @dataclass
@@ -120,7 +122,7 @@ def check_left(running: Driver, code: int) -> None:
         running.check_nothing_is_left()
         return
     deadline_s = time.monotonic() + ORPHAN_LIMIT_S
-    titles = [title for role in ("encoder", "feeder", "backbone", "coordinator") for title in TITLES[role]]
+    titles = [title for role in ("encoder", "feeder", "backbone", "coordinator", "keeper") for title in TITLES[role]]
 
     def actors() -> list[str]:
         lines = (command_line(process) for process in running.session())
@@ -250,7 +252,8 @@ def campaign(args: argparse.Namespace, console: Console) -> list[Suffered]:
         run_undisturbed(reference, directory / "undisturbed.log")
     number = max((each.run for each in done), default=-1) + 1
     while len(done) < args.faults:
-        config = config_of(directory, f"run-{number}", *LIMITS)
+        snapshots = f"checkpoint.snapshot_every_steps={EVERY_SNAPSHOT if number % 2 else 'null'}"
+        config = config_of(directory, f"run-{number}", *LIMITS, snapshots)
         faults = planned_faults(args.seed, number, args.roles, NUM_STEPS, EVERY_EVAL)
         run = CampaignRun(number, config, directory, faults)
         run.complete()

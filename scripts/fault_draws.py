@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ROLES = ("encoder", "feeder", "backbone", "coordinator", "raylet", "driver")
+ROLES = ("encoder", "feeder", "backbone", "coordinator", "keeper", "raylet", "driver")
 KINDS = ("kill", "stop")
 PHASES = ("start", "step", "evaluation", "checkpoint", "recovery")
 MAX_FAULTS = 3

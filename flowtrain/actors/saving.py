@@ -36,10 +36,12 @@ class Snapshots:
         self._every_steps, self._trainer, self._group = every_steps, trainer, group
         self._link, self._keeper, self._name = link, keeper, name
         self._is_due = self._is_off = False
+        self._complete: int | None = None
 
     def check_room(self) -> None:
         """Raise ConfigError unless each node has room for two snapshots of its ranks; collective."""
-        lacking = lacking_memory(2 * self._trainer.copy_nbytes(), self._group)
+        held = self._keeper.held_nbytes(self._group.rank)  # of ranks before these
+        lacking = lacking_memory(max(0, 2 * self._trainer.copy_nbytes() - held), self._group)
         if lacking is not None:
             raise ConfigError(
                 f"checkpoint.snapshot_every_steps ({self._every_steps}) keeps two snapshots in the memory of a node, "
@@ -63,6 +65,8 @@ class Snapshots:
         dist.all_gather_object(every, self._held(step, snapshot), group=self._group.checkpoint_group)
         problem = next((f"rank {rank}: {each}" for rank, each in enumerate(every) if each is not None), None)
         self._is_off = problem is not None
+        if problem is None:
+            self._complete = step
         if self._group.rank:
             return
         if problem is None:
@@ -80,10 +84,10 @@ class Snapshots:
         try:
             file = self._trainer.write_memory(f"{self._name}-{step}", snapshot)
             try:
-                self._keeper.hold(self._group.rank, step, file)
+                self._keeper.hold(self._group.rank, step, file, self._complete)
             finally:
                 os.close(file.fd)
-        except (OSError, CheckpointError) as error:
+        except (OSError, RuntimeError, CheckpointError) as error:  # torch turns errors of a file into others
             return str(error)
         return None
 

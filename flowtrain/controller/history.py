@@ -38,7 +38,6 @@ class History:
     ) -> None:
         self._run_spec, self._files = run.run_spec, run.files
         self.keepers = keepers
-        self._snapshot: ResumePoint | None = None
         self.recorder = recorder
         self.costs = costs
         self.committer = committer
@@ -72,13 +71,6 @@ class History:
         elif isinstance(event, CheckpointFailed):
             self.committer.failed(event)
         elif isinstance(event, SnapshotKept):
-            self._snapshot = ResumePoint(
-                event.step,
-                sampler_state=self.recorder.sampler_states[event.step],
-                cost=self.costs.in_use,
-                gradient_reduction=self.committer.gradient_reduction,
-                in_memory=True,
-            )
             self.keepers.completed(event.step)
 
     def lost(self) -> None:
@@ -105,22 +97,25 @@ class History:
             ) from error
 
     def _snapshot_point(self) -> ResumePoint | None:
-        """Return the last snapshot, if it is newer than all checkpoints and can be used."""
-        snapshot, checkpoint = self._snapshot, checkpoint_store.latest_complete(self._files.checkpoints)
-        if snapshot is None or _step_of(checkpoint) >= snapshot.step:
+        """Return the last snapshot, if it is newer than all checkpoints and the run's files reach it."""
+        states, checkpoint = self.recorder.sampler_states, checkpoint_store.latest_complete(self._files.checkpoints)
+        step = max((each for each in self.keepers.complete_steps() if each in states), default=0)
+        if step <= _step_of(checkpoint):
             return None
-        lack = self.keepers.lack(snapshot.step)
-        if lack is None:
-            try:
-                self.recorder.flush(snapshot.step)
-            except RunFileError as error:
-                lack = str(error)
-        if lack is None:
-            checkpoint_store.remove_temporaries(self._files.checkpoints)
-            return replace(snapshot, checkpoint=checkpoint)
-        logger.warning("the snapshot of step %d is not used: %s", snapshot.step, lack)
-        self._snapshot = None
-        return None
+        try:
+            self.recorder.flush(step)
+        except RunFileError as error:
+            logger.warning("the snapshot of step %d is not used: %s", step, error)
+            return None
+        checkpoint_store.remove_temporaries(self._files.checkpoints)
+        return ResumePoint(
+            step,
+            checkpoint,
+            sampler_state=states[step],
+            cost=self.costs.in_use,
+            gradient_reduction=self.committer.gradient_reduction,
+            in_memory=True,
+        )
 
     @property
     def saved_step(self) -> int:

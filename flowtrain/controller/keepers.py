@@ -52,25 +52,25 @@ class Keepers:
         for handle in self._handles.values():
             handle.completed.remote(step)
 
-    def lack(self, step: int) -> str | None:
-        """Return why the snapshot after a step cannot be used; None: it can. A keeper that is gone is forgotten."""
-        calls: dict[str, ray.ObjectRef[tuple[int, ...]]] = {
-            node: handle.ranks_of.remote(step) for node, handle in self._handles.items()
+    def complete_steps(self) -> set[int]:
+        """Return the steps after which the state of every rank lies on its node.
+
+        A keeper that does not answer is ended, with a line in the log.
+        """
+        calls: dict[str, ray.ObjectRef[dict[int, tuple[int, ...]]]] = {
+            node: handle.steps.remote() for node, handle in self._handles.items()
         }
-        there: set[int] = set()
-        lost = []
+        kept: dict[int, set[int]] = {}
         for node, call in calls.items():
             try:
-                ranks = ray.get(call, timeout=ANSWER_S)
+                steps = ray.get(call, timeout=ANSWER_S)
             except ray.exceptions.RayError as error:
-                lost.append(str(error).partition("\n")[0])
+                logger.warning("the snapshots of node %s are lost: %s", node, str(error).partition("\n")[0])
                 self._classes.launcher.kill(self._handles.pop(node))
             else:
-                there |= {rank for rank in ranks if self._nodes.get(rank) == node}
-        missing = sorted(set(self._nodes) - there)
-        if not missing:
-            return None
-        return f"the state of {len(missing)} of {len(self._nodes)} ranks is gone{': ' if lost else ''}{'; '.join(lost)}"
+                kept |= {rank: set(own) for rank, own in steps.items() if self._nodes.get(rank) == node}
+        every = [kept.get(rank, set()) for rank in self._nodes]
+        return set.intersection(*every) if every else set()
 
     def close(self) -> None:
         """End the keepers, and with them the memory."""

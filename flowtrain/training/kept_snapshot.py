@@ -65,7 +65,7 @@ def read_memory(file: MemoryFile) -> KeptSnapshot:
     if isinstance(fd, str):
         raise CheckpointError(f"the snapshot {file.name} is gone: {fd}")
     try:
-        content = torch.load(f"/proc/self/fd/{fd}", weights_only=True, mmap=True)
+        content = torch.load(f"/proc/self/fd/{fd}", weights_only=True, mmap=True, map_location="cpu")
         return KeptSnapshot(content["tensors"], frozenset(content["sharded"]), content["random"], content["frozen"])
     except (OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"the snapshot {file.name} cannot be read: {error}") from error

@@ -24,9 +24,9 @@ def content_of(file: MemoryFile | None) -> bytes:
     return Path(f"/proc/{file.pid}/fd/{file.fd}").read_bytes()
 
 
-def give(keeper: SnapshotKeeper, rank: int, step: int) -> None:
+def give(keeper: SnapshotKeeper, rank: int, step: int, complete: int | None) -> None:
     file = make(f"{rank} {step}".encode())
-    keeper.hold(rank, step, file)
+    keeper.hold(rank, step, file, complete)
     os.close(file.fd)
 
 
@@ -37,26 +37,27 @@ def open_files() -> int:
 def test_only_the_complete_snapshot_and_the_next_are_kept() -> None:
     before, keeper = open_files(), SnapshotKeeper()
     for rank in (0, 1):
-        give(keeper, rank, 2)
-    keeper.completed(2)
-    give(keeper, 0, 4)  # the other rank never comes
-    assert keeper.ranks_of(2) == (0, 1) and keeper.ranks_of(4) == (0,)
-    give(keeper, 0, 6)
-    assert keeper.ranks_of(4) == () and keeper.ranks_of(6) == (0,)
-    give(keeper, 1, 6)
-    assert open_files() == before + 4
+        give(keeper, rank, 2, None)
+    give(keeper, 0, 4, 2)  # the other rank never comes
+    assert keeper.steps() == {0: (2, 4), 1: (2,)}
+    give(keeper, 0, 6, 2)
+    assert keeper.steps() == {0: (2, 6), 1: (2,)}
+    give(keeper, 1, 6, 2)
+    assert open_files() == before + 4 and keeper.held_nbytes(0) == 6
     keeper.completed(6)
-    assert keeper.ranks_of(2) == () and keeper.ranks_of(6) == (0, 1) and open_files() == before + 2
+    assert keeper.steps() == {0: (6,), 1: (6,)} and open_files() == before + 2
     assert content_of(keeper.find(1, 6)) == b"1 6"
-    assert keeper.find(1, 2) is None and keeper.find(7, 6) is None
+    assert keeper.find(1, 2) is None and keeper.find(7, 6) is None and keeper.held_nbytes(7) == 0
+    give(keeper, 0, 8, 6)
+    give(keeper, 0, 10, 8)  # before the driver has said that 8 is complete
+    assert keeper.steps()[0] == (8, 10)
 
 
 def test_a_step_that_is_done_again_replaces_its_snapshot() -> None:
     before, keeper = open_files(), SnapshotKeeper()
-    give(keeper, 0, 2)
-    keeper.completed(2)
+    give(keeper, 0, 2, None)
     file = make(b"again")
-    keeper.hold(0, 2, file)
+    keeper.hold(0, 2, file, 2)
     os.close(file.fd)
     assert content_of(keeper.find(0, 2)) == b"again" and open_files() == before + 1
 
@@ -73,10 +74,10 @@ def test_memory_outlives_its_process() -> None:
     process = context.Process(target=hold_and_end, args=(queue, ended))
     process.start()
     file = queue.get(timeout=60)
-    keeper.hold(3, 8, file)
+    keeper.hold(3, 8, file, None)
     ended.set()
     process.join(60)
     assert content_of(keeper.find(3, 8)) == b"of the dead"
     with pytest.raises(CheckpointError, match=r"cannot open the memory of rank 3: /proc/\d+/fd/\d+ is "):
-        keeper.hold(3, 10, file)
-    assert keeper.ranks_of(8) == (3,), "what is there stays"
+        keeper.hold(3, 10, file, 8)
+    assert keeper.steps() == {3: (8,)}, "what is there stays"

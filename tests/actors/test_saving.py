@@ -130,7 +130,7 @@ class RefusingKeeper:
     def __init__(self) -> None:
         self.asked = 0
 
-    def hold(self, rank: int, step: int, file: MemoryFile) -> None:
+    def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
         self.asked += 1
         raise CheckpointError("the node's keeper of snapshots died")
 
@@ -148,7 +148,11 @@ def test_snapshots_end_with_a_warning_when_a_rank_cannot(
 def test_a_node_without_room_is_said_at_the_start(group: BackboneGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(saving, "lacking_memory", lambda nbytes, group: asked.append(nbytes) or "too many bytes")
-    snapshots = Snapshots(2, FakeTrainer(), group, FakeLink(), SnapshotKeeper(), "state")  # type: ignore[arg-type]
+    keeper = SnapshotKeeper()
+    snapshots = Snapshots(2, FakeTrainer(), group, FakeLink(), keeper, "state")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"checkpoint\.snapshot_every_steps \(2\) .* need too many bytes; set it to"):
         snapshots.check_room()
-    assert asked == [200]
+    monkeypatch.setattr(keeper, "held_nbytes", lambda rank: 130)  # of a rank before this one
+    with pytest.raises(ConfigError):
+        snapshots.check_room()
+    assert asked == [200, 70]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +25,17 @@ from tests.training.ranks import make_config
 
 
 class FakeKeepers:
-    """Keepers that lack what a test says."""
+    """Keepers that have what a test says."""
 
     def __init__(self) -> None:
-        self.lacking: str | None = None
-        self.complete: list[int] = []
+        self.steps: set[int] = set()
+        self.told: list[int] = []
 
     def completed(self, step: int) -> None:
-        self.complete.append(step)
+        self.told.append(step)
 
-    def lack(self, step: int) -> str | None:
-        return self.lacking
+    def complete_steps(self) -> set[int]:
+        return self.steps
 
 
 class World:
@@ -78,20 +77,23 @@ def test_it_goes_back_to_a_snapshot_that_is_newer_than_the_checkpoint(world: Wor
     world.checkpoint = 4
     for step in (5, 6):
         world.history.take(SnapshotKept(step))
-    assert world.keepers.complete == [5, 6]
+    assert world.keepers.told == [5, 6]
+    world.keepers.steps = {5, 6, 30}  # of step 30 the driver has not heard
     world.history.go_back()
     start = world.history.start
     assert (start.step, start.sampler_state, start.cost) == (6, SamplerState(48), "the cost")
     assert start.origin == StateOrigin(snapshot_step=6) and world.history.saved_step == 4 and world.rewound == [6]
+    assert start.text == "the snapshot of step 6 in its nodes' memory"
     world.history.go_back()
     assert world.history.start.origin == StateOrigin(snapshot_step=6), "it is there for the next loss too"
 
 
-def test_it_goes_back_to_a_checkpoint_that_is_newer_than_the_snapshot(world: World) -> None:
-    world.history.take(SnapshotKept(6))
-    world.checkpoint = 8
+@pytest.mark.parametrize("kept", [{6}, {8}, set()])
+def test_it_goes_back_to_a_checkpoint_that_is_as_new(world: World, kept: set[int]) -> None:
+    world.keepers.steps, world.checkpoint = kept, 8
     world.history.go_back()
     assert world.history.start.origin == StateOrigin(checkpoint="step") and world.history.saved_step == 8
+    assert world.history.start.text == "the checkpoint of step 8"
 
 
 def test_without_a_snapshot_it_goes_back_to_the_beginning(world: World) -> None:
@@ -100,45 +102,38 @@ def test_without_a_snapshot_it_goes_back_to_the_beginning(world: World) -> None:
     assert world.history.start.text == "the beginning"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda world: setattr(world.keepers, "lacking", "a node is gone"), "is not used: a node is gone"),
-        (lambda world: setattr(world, "disk_error", RunFileError("No space left")), "is not used: No space left"),
-    ],
-)
-def test_a_snapshot_that_cannot_be_used_is_said(
-    world: World, spoil: Callable[[World], None], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    world.checkpoint = 4
-    world.history.take(SnapshotKept(6))
-    spoil(world)
+def test_a_snapshot_that_the_files_do_not_reach_is_not_used(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.checkpoint, world.keepers.steps = 4, {6}
+    world.disk_error = RunFileError("No space left")
     world.history.go_back()
-    assert world.history.start.origin == StateOrigin(checkpoint="step") and said in caplog.text
+    assert world.history.start.origin == StateOrigin(checkpoint="step")
+    assert "the snapshot of step 6 is not used: No space left" in caplog.text
 
 
 # --- keepers ---------------------------------------------------------------------------------------------------------
 
 
 class FakeKeeper:
-    """A keeper's handle. ranks: whose snapshots it has, or the error of a dead one."""
+    """A keeper's handle. kept: steps by rank, or the error of a dead one."""
 
-    def __init__(self, ranks: Any) -> None:
-        self.ranks = ranks
-        self.ranks_of = SimpleNamespace(remote=self._ask)
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        self.steps = SimpleNamespace(remote=self._ask)
 
-    def _ask(self, step: int) -> Ref:
-        ref = Ref("ranks_of")
-        ref.finish(self.ranks)
+    def _ask(self) -> Ref:
+        ref = Ref("steps")
+        ref.finish(self.kept)
         return ref
 
 
-def test_a_snapshot_is_usable_if_each_rank_finds_its_own_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_complete_if_each_rank_finds_its_own_on_its_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     spawned: list[FakeKeeper] = []
     killed: list[FakeKeeper] = []
 
     def spawn(actor_class: type, options: dict[str, Any]) -> FakeKeeper:
-        spawned.append(FakeKeeper(()))
+        spawned.append(FakeKeeper({}))
         return spawned[-1]
 
     def get(ref: Ref, timeout: float) -> Any:
@@ -153,13 +148,14 @@ def test_a_snapshot_is_usable_if_each_rank_finds_its_own_on_its_node(monkeypatch
     keepers.for_ranks(nodes)
     keepers.for_ranks(nodes)
     first, second = spawned
-    assert keepers.lack(6) == "the state of 3 of 3 ranks is gone"
-    first.ranks, second.ranks = (0, 1), (2,)
-    assert keepers.lack(6) is None
-    first.ranks, second.ranks = (0, 1, 2), ()
-    assert keepers.lack(6) == "the state of 1 of 3 ranks is gone", "rank 2 is on another node now"
-    first.ranks, second.ranks = (0, 1), ray.exceptions.RayActorError()
-    assert "of 1 of 3 ranks is gone: The actor died" in str(keepers.lack(6)) and killed == [second]
+    assert keepers.complete_steps() == set()
+    first.kept, second.kept = {0: (4, 6), 1: (4, 6, 8)}, {2: (4, 6)}
+    assert keepers.complete_steps() == {4, 6}
+    first.kept, second.kept = {0: (4, 6), 1: (4, 6), 2: (4, 6)}, {}
+    assert keepers.complete_steps() == set(), "rank 2 is on another node now"
+    first.kept, second.kept = {0: (6,), 1: (6,)}, ray.exceptions.RayActorError()
+    assert keepers.complete_steps() == set() and killed == [second]
+    assert "the snapshots of node b are lost: The actor died" in caplog.text
     keepers.for_ranks(nodes)
     assert len(spawned) == 3
     keepers.close()

@@ -41,7 +41,7 @@ def keep_and_go_on(rank: int, degrees: Degrees, host: str, port: int, listener: 
     for step, slots in enumerate(job.steps[:KEPT_STEP], start=1):
         run_unit(trainer, job, make_plan(slots, step))
     file = trainer.write_memory("state", trainer.snapshot(HostBuffers(CPU) if rank == 0 else None))
-    keeper.hold(rank, KEPT_STEP, file)
+    keeper.hold(rank, KEPT_STEP, file, None)
     os.close(file.fd)
     undisturbed = go_on(trainer, job)
     torch.manual_seed(99)

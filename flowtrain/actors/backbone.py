@@ -116,7 +116,7 @@ class BackboneRank:
         evaluations: of each held-out set. A checkpoint that is due waits for those after its step.
         keeper: keeps this node's snapshots; None: there are none.
         """
-        self._evaluations, self._keeper = evaluations, keeper
+        self._evaluations, self._origin, self._keeper = evaluations, origin, keeper
         device = default_device(self._config.model.device)
         self._family = unchecked_family(self._config)
         limits = self._config.limits
@@ -140,22 +140,23 @@ class BackboneRank:
         if recomputation is not None:
             self._config = with_recomputation(self._config, recomputation)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
-        self.trainer = self.make_trainer(self._state_of(origin))
+        self.trainer = self.make_trainer(self._state())
         if recomputation is not None and device.type != "cpu":  # what a CPU's step takes is not measured
             rank = recomputation.ranks[self._pp_rank]
             self.trainer.guard_memory(MemoryGuard.of(self.trainer.model.partition, rank, self._group))
         recomputed = recomputation.text if recomputation is not None else ""
         return RankStart(device_peak(device, self._dtype), reduction, sharding, recomputed)
 
-    def _state_of(self, origin: StateOrigin) -> Path | KeptSnapshot | None:
-        if origin.snapshot_step is None:
-            return None if origin.checkpoint is None else Path(origin.checkpoint)
+    def _state(self) -> Path | KeptSnapshot | None:
+        step, checkpoint = self._origin.snapshot_step, self._origin.checkpoint
+        if step is None:
+            return None if checkpoint is None else Path(checkpoint)
         assert self._keeper is not None, "a snapshot has a keeper"
-        file = self._keeper.find(self._rank, origin.snapshot_step)
+        file = self._keeper.find(self._rank, step)
         if file is None:
             raise CheckpointError(
-                f"node {node_address()} has no snapshot of {self._name} after step {origin.snapshot_step}; start again "
-                "with --resume, which goes on from the last checkpoint"
+                f"node {node_address()} has no snapshot of {self._name} after step {step}; start again with --resume, "
+                "which goes on from the last checkpoint"
             )
         return read_memory(file)
 
@@ -391,7 +392,8 @@ class BackboneRank:
         every_steps, snapshots = self._config.checkpoint.snapshot_every_steps, None
         if self._keeper is not None and every_steps is not None:
             name = f"flowtrain-{self._run_id}-{self._name}"
-            snapshots = Snapshots(every_steps, self.trainer, self._group, link, self._keeper, name)
+            complete = self._origin.snapshot_step
+            snapshots = Snapshots(every_steps, self.trainer, self._group, link, self._keeper, name, complete)
             snapshots.check_room()
         return RankSaves(
             self._config.checkpoint,

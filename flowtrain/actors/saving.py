@@ -28,15 +28,24 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """Puts snapshots of one rank into its node's memory; gives up, with a warning, when a rank cannot."""
+    """Puts snapshots of one rank into its node's memory; gives up, with a warning, when a rank cannot.
+
+    name: what names of memory begin with. complete: step of the snapshot from which the ranks started; None: of none.
+    """
 
     def __init__(
-        self, every_steps: int, trainer: Trainer, group: BackboneGroup, link: CoordinatorLink, keeper: Keeper, name: str
+        self,
+        every_steps: int,
+        trainer: Trainer,
+        group: BackboneGroup,
+        link: CoordinatorLink,
+        keeper: Keeper,
+        name: str,
+        complete: int | None = None,
     ) -> None:
         self._every_steps, self._trainer, self._group = every_steps, trainer, group
-        self._link, self._keeper, self._name = link, keeper, name
+        self._link, self._keeper, self._name, self._complete = link, keeper, name, complete
         self._is_due = self._is_off = False
-        self._complete: int | None = None
 
     def check_room(self) -> None:
         """Raise ConfigError unless each node has room for two snapshots of its ranks; collective."""

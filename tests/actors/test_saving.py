@@ -107,6 +107,20 @@ def test_snapshots_come_between_checkpoints(group: BackboneGroup) -> None:
     ]
 
 
+def test_the_last_complete_snapshot_stays_until_the_next_is_complete(group: BackboneGroup) -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    class NotingKeeper:
+        def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
+            asked.append((step, complete))
+
+    snapshots = Snapshots(1, FakeTrainer(), group, FakeLink(), NotingKeeper(), "state", 4)  # type: ignore[arg-type]
+    for step in (5, 6):
+        unit = Unit(step - 1, step, UnitKind.TRAIN)
+        snapshots.after_unit(unit, True, lambda step: True, FakeSaver(set()))  # type: ignore[arg-type]
+    assert asked == [(5, 4), (6, 5)]
+
+
 def test_a_snapshot_that_is_due_while_a_rank_writes_comes_later(group: BackboneGroup) -> None:
     saves, saver, _ = saves_of(group, busy=frozenset({2, 3, 8, 9, 10, 11}))
     run(saves, 14)

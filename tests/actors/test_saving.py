@@ -93,9 +93,13 @@ def saves_of(
     return saves, saver, link
 
 
+def unit(index: int, step: int, kind: str = "train") -> Unit:
+    return Unit(index, UnitKind(kind), step, 0, 0)
+
+
 def run(saves: RankSaves, num_steps: int, refused: frozenset[int] = frozenset()) -> None:
     for step in range(1, num_steps + 1):
-        saves.after_unit(Unit(step - 1, step, UnitKind.TRAIN), lambda step: step not in refused)
+        saves.after_unit(unit(step - 1, step), lambda step: step not in refused)
 
 
 def test_snapshots_come_between_checkpoints(group: BackboneGroup) -> None:
@@ -116,8 +120,7 @@ def test_the_last_complete_snapshot_stays_until_the_next_is_complete(group: Back
 
     snapshots = Snapshots(1, FakeTrainer(), group, FakeLink(), NotingKeeper(), "state", 4)  # type: ignore[arg-type]
     for step in (5, 6):
-        unit = Unit(step - 1, step, UnitKind.TRAIN)
-        snapshots.after_unit(unit, True, lambda step: True, FakeSaver(set()))  # type: ignore[arg-type]
+        snapshots.after_unit(unit(step - 1, step), True, lambda step: True, FakeSaver(set()))  # type: ignore[arg-type]
     assert asked == [(5, 4), (6, 5)]
 
 
@@ -136,7 +139,7 @@ def test_a_state_that_is_not_finite_is_not_kept(group: BackboneGroup) -> None:
 def test_a_snapshot_waits_for_the_evaluations_of_its_step(group: BackboneGroup) -> None:
     saves, saver, _ = saves_of(group, evaluations=(EvalRounds(every=4, num_samples=1),))
     for index, (step, kind) in enumerate([(1, "train"), (2, "train"), (3, "train"), (4, "train"), (4, "eval")]):
-        saves.after_unit(Unit(index, step, UnitKind(kind)), lambda step: True)
+        saves.after_unit(unit(index, step, kind), lambda step: True)
         assert saver.kept == ([2] if index in (1, 2, 3) else [2, 4] if index == 4 else [])
 
 

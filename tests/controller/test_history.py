@@ -144,7 +144,7 @@ def test_a_snapshot_is_complete_if_each_rank_finds_its_own_on_its_node(
     launcher = SimpleNamespace(spawn=spawn, kill=killed.append)
     monkeypatch.setattr(ray, "get", get)
     keepers = Keepers(make_config(), ActorClasses(launcher=launcher))  # type: ignore[arg-type]
-    nodes = {0: "a", 1: "a", 2: "b"}
+    nodes = {0: "a" * 56, 1: "a" * 56, 2: "b" * 56}
     keepers.for_ranks(nodes)
     keepers.for_ranks(nodes)
     first, second = spawned
@@ -155,7 +155,7 @@ def test_a_snapshot_is_complete_if_each_rank_finds_its_own_on_its_node(
     assert keepers.complete_steps() == set(), "rank 2 is on another node now"
     first.kept, second.kept = {0: (6,), 1: (6,)}, ray.exceptions.RayActorError()
     assert keepers.complete_steps() == set() and killed == [second]
-    assert "the snapshots of node b are lost: The actor died" in caplog.text
+    assert f"the snapshots of node {nodes[2]} are lost: The actor experienced an error" in caplog.text
     keepers.for_ranks(nodes)
     assert len(spawned) == 3
     keepers.close()

@@ -58,12 +58,12 @@ def keep_and_go_on(rank: int, degrees: Degrees, host: str, port: int, listener: 
         (Degrees(), TINY),
         (Degrees(dp=2), TINY),
         (Degrees(pp=2), TINY),
-        (Degrees(tp=2), TINY),
+        (Degrees(tp=2), TinyFamily(num_kv_heads=2)),
         (Degrees(dp=2), TinyFamily(tied=False)),
     ],
 )
 def test_a_new_trainer_goes_on_to_the_bit(degrees: Degrees, family: TinyFamily) -> None:
-    job = Job(CONFIG, STEPS_DP2 if degrees.dp == 2 else STEPS_DP1, family)
+    job = Job(CONFIG, 2 * (STEPS_DP2 if degrees.dp == 2 else STEPS_DP1), family)
     for undisturbed, again in run_ranks(degrees, job, keep_and_go_on):
         assert len(again[0]) > 1 and again[0] == undisturbed[0]
         assert again[1] == undisturbed[1], "the random state is that of the snapshot"

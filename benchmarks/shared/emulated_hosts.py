@@ -250,7 +250,7 @@ def _ranks(job: Job, link: HostLink) -> Actors:
         dp, pp, tp = degrees.coordinates(index)
         name = f"backbone-dp{dp}-pp{pp}-tp{tp}"
         rank = EmulatedRank(process, config, index, degrees, name, job.num_steps, job.run_id)
-        rank.start("", 0, None, None, None)
+        rank.start("", 0, StateOrigin(), (), None)
         ranks.append(rank)
     return [lambda rank=rank: rank.run(link, 0, 0, job.checkpoint_dir, job.run_id) for rank in ranks], process.fail
 

@@ -30,6 +30,7 @@ from flowtrain.emulation.encoder import EmulatedEncoder
 from flowtrain.emulation.hosts import SWITCH_INTERVAL_S
 from flowtrain.emulation.process import EmulatedProcess, EmulatedRun
 from flowtrain.emulation.rank import EmulatedRank
+from flowtrain.types.plan import StateOrigin
 
 LIMIT_S = 60.0
 END_S = 20.0

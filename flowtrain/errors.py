@@ -105,6 +105,10 @@ class CheckpointError(FlowTrainError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not belong to this configuration."""
 
 
+class SnapshotLostError(FlowTrainError, RuntimeError):
+    """A snapshot in memory cannot be kept or loaded; a run that starts again then takes its last checkpoint."""
+
+
 class RunFileError(FlowTrainError, OSError):
     """A file of the run's directory cannot be written. The message names it and the room on its disk."""
 

@@ -89,6 +89,7 @@ DEATHS = (
         "The addresses of all parts are lost: all actors end and start again from the last snapshot or checkpoint, up "
         "to `limits.max_coordinator_restarts` times. Then the run ends; `--resume` continues.",
         (
+            "tests/controller/test_history.py::test_it_goes_back_to_a_snapshot_that_is_newer_than_the_checkpoint",
             "tests/controller/test_state.py::test_all_start_again_without_a_coordinator_once_they_ran",
             "tests/controller/test_state.py::test_a_group_that_may_not_be_lost_ends_with_its_coordinator",
             "tests/controller/test_watch.py::test_the_loss_of_the_coordinator_ends_the_group_once_the_backbone_ran",

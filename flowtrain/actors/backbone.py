@@ -26,7 +26,7 @@ from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.actors.whereabouts import Diary, dump_stacks
 from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.errors import ConfigError, SnapshotLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
@@ -154,10 +154,7 @@ class BackboneRank:
         assert self._keeper is not None, "a snapshot has a keeper"
         file = self._keeper.find(self._rank, step)
         if file is None:
-            raise CheckpointError(
-                f"node {node_address()} has no snapshot of {self._name} after step {step}; start again with --resume, "
-                "which goes on from the last checkpoint"
-            )
+            raise SnapshotLostError(f"node {node_address()} has no snapshot of {self._name} after step {step}")
         return read_memory(file)
 
     def make_trainer(self, resume_from: Path | KeptSnapshot | None) -> Trainer:
@@ -232,6 +229,7 @@ class BackboneRank:
             self._health.check_end(step)
             if self._config.checkpoint.at_end:
                 self._saves.at_end(step)
+            self._saves.wait()  # for what uses the groups
         finally:
             self._windows.close()
             prefetcher.close(failed=True)
@@ -290,7 +288,7 @@ class BackboneRank:
         self._health.raise_together(verdict.error)
         if is_training:
             self._saves.prepare()
-        self._saves.after_unit(plan.unit, self._health.may_save)
+        self._saves.after_unit(plan.unit, self._health, is_last=not goes_on)
         return step, goes_on
 
     def _make_clock(self) -> MicrobatchClock:
@@ -394,7 +392,8 @@ class BackboneRank:
             name = f"flowtrain-{self._run_id}-{self._name}"
             complete = self._origin.snapshot_step
             snapshots = Snapshots(every_steps, self.trainer, self._group, link, self._keeper, name, complete)
-            snapshots.check_room()
+            if not self._origin.again:  # the run has started with what it needs; it must not end for a snapshot now
+                snapshots.check_room()
         return RankSaves(
             self._config.checkpoint,
             partial(self._make_saver, saved_step),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
-from flowtrain.errors import CheckpointError
+from flowtrain.errors import SnapshotLostError
 from flowtrain.mempool.memory_file import open_memory
 from flowtrain.types.memory import MemoryFile
 
@@ -24,22 +25,27 @@ class SnapshotKeeper:
     def __init__(self) -> None:
         self._files: defaultdict[int, dict[int, MemoryFile]] = defaultdict(dict)  # by rank, by step
 
-    def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
-        """Keep a rank's memory in place of all but its part of the snapshot after the step ``complete``.
+    def make_room(self, rank: int, complete: int | None) -> None:
+        """Close all memory of a rank but that of the step ``complete``."""
+        self._close(rank, lambda step: step != complete)
 
-        Raises CheckpointError if it cannot.
-        """
+    def hold(self, rank: int, step: int, file: MemoryFile) -> None:
+        """Keep a rank's memory of a step. Raises SnapshotLostError if it cannot."""
         fd = open_memory(file)
         if isinstance(fd, str):
-            raise CheckpointError(f"the node's keeper of snapshots cannot open the memory of rank {rank}: {fd}")
-        files = self._files[rank]
-        self._close(rank, [each for each in files if each == step or each != complete])
-        files[step] = MemoryFile(os.getpid(), fd, file.name)
+            raise SnapshotLostError(f"the node's keeper of snapshots cannot open the memory of rank {rank}: {fd}")
+        self._close(rank, lambda each: each == step)
+        self._files[rank][step] = MemoryFile(os.getpid(), fd, file.name)
 
     def completed(self, step: int) -> None:
-        """Note that all ranks' nodes keep this step; earlier ones are given up."""
-        for rank, files in self._files.items():
-            self._close(rank, [each for each in files if each < step])
+        """Close the memory of earlier steps: all ranks have this one."""
+        for rank in self._files:
+            self._close(rank, lambda each: each < step)
+
+    def keep_only(self, step: int | None) -> None:
+        """Close the memory of all other steps, which are done again."""
+        for rank in self._files:
+            self.make_room(rank, step)
 
     def steps(self) -> dict[int, tuple[int, ...]]:
         """Return the steps after which a rank's state is here, by rank."""
@@ -53,22 +59,25 @@ class SnapshotKeeper:
         """Return the bytes that a rank's snapshots take."""
         return sum(os.fstat(file.fd).st_size for file in self._files[rank].values())
 
-    def _close(self, rank: int, steps: list[int]) -> None:
-        for step in steps:
+    def _close(self, rank: int, is_closed: Callable[[int], bool]) -> None:
+        for step in [each for each in self._files[rank] if is_closed(each)]:
             os.close(self._files[rank].pop(step).fd)
 
 
 class Keeper(Protocol):
-    """What a rank asks its node's keeper. Each raises CheckpointError."""
+    """What a rank asks its node's keeper, see ``SnapshotKeeper``. Each method raises SnapshotLostError."""
 
-    def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
-        """See ``SnapshotKeeper``."""
+    def make_room(self, rank: int, complete: int | None) -> None:
+        """Close all memory of a rank but that of the step ``complete``."""
+
+    def hold(self, rank: int, step: int, file: MemoryFile) -> None:
+        """Keep a rank's memory of a step."""
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
-        """See ``SnapshotKeeper``."""
+        """Return where a rank's snapshot lies; None: not here."""
 
     def held_nbytes(self, rank: int) -> int:
-        """See ``SnapshotKeeper``."""
+        """Return the bytes that a rank's snapshots take."""
 
 
 class RayKeeper:
@@ -77,16 +86,20 @@ class RayKeeper:
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
-    def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
-        """See ``SnapshotKeeper``."""
-        _answer(self._handle.hold.remote(rank, step, file, complete))
+    def make_room(self, rank: int, complete: int | None) -> None:
+        """See ``Keeper``."""
+        _answer(self._handle.make_room.remote(rank, complete))
+
+    def hold(self, rank: int, step: int, file: MemoryFile) -> None:
+        """See ``Keeper``."""
+        _answer(self._handle.hold.remote(rank, step, file))
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
-        """See ``SnapshotKeeper``."""
+        """See ``Keeper``."""
         return _answer(self._handle.find.remote(rank, step))
 
     def held_nbytes(self, rank: int) -> int:
-        """See ``SnapshotKeeper``."""
+        """See ``Keeper``."""
         return _answer(self._handle.held_nbytes.remote(rank))
 
 
@@ -94,8 +107,8 @@ def _answer(call: ray.ObjectRef[T]) -> T:
     try:
         return ray.get(call, timeout=ANSWER_S)
     except ray.exceptions.GetTimeoutError as error:
-        raise CheckpointError(f"the node's keeper of snapshots did not answer within {ANSWER_S:g} s") from error
+        raise SnapshotLostError(f"the node's keeper of snapshots did not answer within {ANSWER_S:g} s") from error
     except ray.exceptions.RayTaskError as error:
-        raise CheckpointError(str(error.cause)) from error
+        raise SnapshotLostError(str(error.cause)) from error
     except ray.exceptions.RayError as error:
-        raise CheckpointError("the node's keeper of snapshots died") from error
+        raise SnapshotLostError("the node's keeper of snapshots died") from error

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import ends_step
 from flowtrain.training.checkpoint_store import temporary_directory
 from flowtrain.training.mesh import BackboneGroup
-from flowtrain.training.saver import CheckpointSaver, Report, lacking_memory
+from flowtrain.training.saver import CheckpointSaver, Keep, Report, lacking_memory
 from flowtrain.training.snapshot import Snapshot
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.evaluation import EvalRounds
@@ -27,8 +28,18 @@ from flowtrain.types.plan import Unit
 logger = logging.getLogger(__name__)
 
 
+class Health(Protocol):
+    """What may be saved, see ``TrainingHealth``; collective."""
+
+    def may_save(self, step: int) -> bool:
+        """Whether the state after ``step`` may become a checkpoint."""
+
+    def may_keep(self) -> bool:
+        """Whether the state may become a snapshot."""
+
+
 class Snapshots:
-    """Puts snapshots of one rank into its node's memory; gives up, with a warning, when a rank cannot.
+    """Puts snapshots of one rank into its node's memory.
 
     name: what names of memory begin with. complete: step of the snapshot from which the ranks started; None: of none.
     """
@@ -43,61 +54,59 @@ class Snapshots:
         name: str,
         complete: int | None = None,
     ) -> None:
-        self._every_steps, self._trainer, self._group = every_steps, trainer, group
+        self.every_steps = every_steps
+        self._trainer, self._group = trainer, group
         self._link, self._keeper, self._name, self._complete = link, keeper, name, complete
-        self._is_due = self._is_off = False
+        self._problem: str | None = None  # of the last one
 
     def check_room(self) -> None:
         """Raise ConfigError unless each node has room for two snapshots of its ranks; collective."""
-        held = self._keeper.held_nbytes(self._group.rank)  # of ranks before these
-        lacking = lacking_memory(max(0, 2 * self._trainer.copy_nbytes() - held), self._group)
+        lacking = lacking_memory(2 * self._trainer.state_nbytes(), self._group)
         if lacking is not None:
             raise ConfigError(
-                f"checkpoint.snapshot_every_steps ({self._every_steps}) keeps two snapshots in the memory of a node, "
+                f"checkpoint.snapshot_every_steps ({self.every_steps}) keeps two snapshots in the memory of a node, "
                 f"which need {lacking}; set it to null, so that a backbone that loses a rank starts again from the "
                 "last checkpoint, or use fewer ranks a node"
             )
 
-    def after_unit(self, unit: Unit, ends: bool, may_save: Callable[[int], bool], saver: CheckpointSaver) -> None:
-        """Take a snapshot if one is due and the step ends here; the same on all ranks."""
-        self._is_due |= unit.step % self._every_steps == 0
-        if self._is_due and ends and not self._is_off and may_save(unit.step):
-            self._is_due = not saver.keep(unit.step, self._keep)
+    def keep(self, step: int, snapshot: Snapshot) -> None:
+        """Keep a snapshot, and report when all ranks have; collective over the checkpoint group.
 
-    def made(self) -> None:
-        """Note that a checkpoint of this step makes a snapshot needless."""
-        self._is_due = False
-
-    def _keep(self, step: int, snapshot: Snapshot) -> None:
-        """Keep a snapshot, and tell the driver when all ranks have; called in the thread that writes."""
+        If a rank cannot, rank 0 logs it once, and the next snapshot is tried.
+        """
         every: list[str | None] = [None] * self._group.world_size
         dist.all_gather_object(every, self._held(step, snapshot), group=self._group.checkpoint_group)
         problem = next((f"rank {rank}: {each}" for rank, each in enumerate(every) if each is not None), None)
-        self._is_off = problem is not None
         if problem is None:
             self._complete = step
-        if self._group.rank:
-            return
+        if not self._group.rank:
+            self._report(step, problem)
+        self._problem = problem
+
+    def _report(self, step: int, problem: str | None) -> None:
         if problem is None:
             self._link.ask(CoordinatorApi.snapshot_kept, step)
-        else:
+        if problem is not None and self._problem is None:
             logger.warning(
-                "no snapshot of step %d, and no later one: %s; a backbone that loses a rank starts again from the last "
-                "snapshot or checkpoint",
+                "no snapshot of step %d: %s; training goes on, and the next one is tried; until then a backbone that "
+                "loses a rank starts again from an earlier snapshot or checkpoint",
                 step,
                 problem,
             )
+        elif problem is None and self._problem is not None:
+            logger.warning("snapshots are kept again, from step %d on", step)
 
     def _held(self, step: int, snapshot: Snapshot) -> str | None:
         """Let the node's keeper hold a snapshot; returns why it does not."""
         try:
+            self._keeper.make_room(self._group.rank, self._complete)
             file = self._trainer.write_memory(f"{self._name}-{step}", snapshot)
             try:
-                self._keeper.hold(self._group.rank, step, file, self._complete)
+                self._keeper.hold(self._group.rank, step, file)
             finally:
                 os.close(file.fd)
-        except (OSError, RuntimeError, CheckpointError) as error:  # torch turns errors of a file into others
-            return str(error)
+        except Exception as error:  # others wait for this rank's answer, and training needs no snapshot
+            return f"{type(error).__name__}: {error}"
         return None
 
 
@@ -125,27 +134,30 @@ class RankSaves:
         self._evaluations, self._directory, self._nonce = evaluations, directory, nonce
         self._begin, self._snapshots = begin, snapshots
         self._saver = make_saver(self._report)
-        self._is_due = False
+        self._is_due = self._is_snapshot_due = False
         self._began_s: dict[int, float] = {}  # when the save of a step began
 
     def prepare(self) -> None:
         """See ``CheckpointSaver``."""
         self._saver.prepare()
 
-    def after_unit(self, unit: Unit, may_save: Callable[[int], bool]) -> None:
-        """Save what is due. may_save: whether the state after a step may be kept; collective."""
+    def after_unit(self, unit: Unit, health: Health, is_last: bool) -> None:
+        """Save what is due; collective. is_last: no unit follows, so a checkpoint comes anyway."""
         self._is_due |= unit.step % self._config.every_steps == 0
-        ends = ends_step(self._evaluations, unit)
+        if self._snapshots is not None:
+            self._is_snapshot_due |= unit.step % self._snapshots.every_steps == 0
+        if not ends_step(self._evaluations, unit):
+            return
         if self._is_due:
-            if ends and may_save(unit.step):
+            if health.may_save(unit.step):
                 self._begin("a checkpoint")
-                self._save(unit.step)
-                self._is_due = False
-                if self._snapshots is not None:
-                    self._snapshots.made()
-        elif self._snapshots is not None:
+                self._save(unit.step, None if self._snapshots is None else self._snapshots.keep)
+                self._is_due = self._is_snapshot_due = False
+        elif self._snapshots is not None and self._is_snapshot_due and not is_last:
             self._begin("a snapshot")
-            self._snapshots.after_unit(unit, ends, may_save, self._saver)
+            if self._saver.is_free() and health.may_keep():
+                self._saver.keep(unit.step, self._snapshots.keep)
+                self._is_snapshot_due = False
 
     def at_end(self, step: int) -> None:
         """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept.
@@ -167,11 +179,11 @@ class RankSaves:
         self._saver.wait()
         return self._saver.step
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, keep: Keep | None = None) -> None:
         """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step > self._saver.step:
             self._began_s[step] = time.monotonic()
-            self._saver.save(step, temporary_directory(self._directory, step, self._nonce))
+            self._saver.save(step, temporary_directory(self._directory, step, self._nonce), keep)
 
     def _report(self, step: int, directory: Path, problem: str | None) -> None:
         """Tell the driver how a save ended; called in the thread that wrote."""

@@ -139,5 +139,17 @@ class CheckpointConfig(ConfigModel):
     """Copy the state to host memory and write it while training goes on. ``auto``: where host memory can hold the
     copy."""
     snapshot_every_steps: int | None = Field(None, ge=1)
-    """Keep the state in the memory of the ranks' nodes as often, so that a backbone that loses a rank starts again from
-    there; None: from the last checkpoint. A node's memory must hold two states of its ranks."""
+    """Also keep the state in the memory of the ranks' nodes, every so many steps: a run that loses a rank starts again
+    from there; None: from the last checkpoint. A node's memory must hold two states of its ranks. Emulated devices have
+    no state."""
+
+    @model_validator(mode="after")
+    def _more_snapshots_than_checkpoints(self) -> CheckpointConfig:
+        if self.snapshot_every_steps is not None and self.snapshot_every_steps >= self.every_steps:
+            raise ConfigError.of(
+                "checkpoint.snapshot_every_steps",
+                FaultCode.CONFLICT,
+                f"checkpoint.snapshot_every_steps ({self.snapshot_every_steps}) must be below checkpoint.every_steps "
+                f"({self.every_steps}), whose checkpoints are newer; lower it, or set it to null",
+            )
+        return self

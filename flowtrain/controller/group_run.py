@@ -167,9 +167,14 @@ class GroupRun:
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(self._watcher.results, deadline_s=deadline_s, what="starting the backbone")
         settings, evaluations = self._config.backbone, self._run_spec.evaluations
-        origin, keepers = self._history.start.origin, self._history.keepers
+        history, keepers = self._history, self._history.keepers
         kept_by = keepers.for_ranks if keepers.is_on else None
-        return worker_group.start_backbone(self._actors, settings, origin, evaluations, results, kept_by)
+        try:
+            return worker_group.start_backbone(self._actors, settings, history.origin, evaluations, results, kept_by)
+        except BackboneLost:
+            if history.start.in_memory:  # the next start must not fail by the same snapshot
+                keepers.close()
+            raise
 
     def _run_backbone(self) -> None:
         unit, step = first_unit(self._flow_settings()), self._history.start.step
@@ -219,8 +224,8 @@ class GroupRun:
         self._run_backbone()
         down_s = self._history.went_back(lost.name, Role.BACKBONE, lost.reason)
         self._stream.note(
-            f"the backbone runs again after {down_s:.1f} s, from {self._history.start.text}, so with step "
-            f"{self._history.start.step + 1}"
+            f"the backbone runs again after {down_s:.1f} s, from {self._history.start.text}: step "
+            f"{self._history.start.step + 1} is next"
         )
 
     def _take(self, event: Event) -> None:

@@ -22,6 +22,7 @@ from flowtrain.errors import RunFileError
 from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event, SnapshotKept
 from flowtrain.types.messages import FlowSettings
+from flowtrain.types.plan import StateOrigin
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class History:
         self.start = run.start
         self.run_id = self.nonce = secrets.token_hex(4)
         self.counts = RestartCounts()
+        self._has_gone_back = False
         self._lost_s: float | None = None
         self._num_again = 0
 
@@ -85,6 +87,8 @@ class History:
         """
         self.committer.forget_incomplete()
         self.start = self._snapshot_point() or find_resume_point(self._files, self._run_spec, ())
+        self.keepers.keep_only(self.start.step if self.start.in_memory else None)
+        self._has_gone_back = True
         self.nonce = secrets.token_hex(4)
         self._probed.mkdir()  # that of the earlier ranks was removed with other temporaries
         self.costs.rewind(self.start.cost)
@@ -99,7 +103,8 @@ class History:
     def _snapshot_point(self) -> ResumePoint | None:
         """Return the last snapshot, if it is newer than all checkpoints and the run's files reach it."""
         states, checkpoint = self.recorder.sampler_states, checkpoint_store.latest_complete(self._files.checkpoints)
-        step = max((each for each in self.keepers.complete_steps() if each in states), default=0)
+        ended = self.recorder.ended_step  # after it evaluations may be missing
+        step = max((each for each in self.keepers.complete_steps() if each in states and each <= ended), default=0)
         if step <= _step_of(checkpoint):
             return None
         try:
@@ -116,6 +121,11 @@ class History:
             gradient_reduction=self.committer.gradient_reduction,
             in_memory=True,
         )
+
+    @property
+    def origin(self) -> StateOrigin:
+        """From where ranks load their state."""
+        return replace(self.start.origin, again=self._has_gone_back)
 
     @property
     def saved_step(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -48,29 +49,38 @@ class Keepers:
         return self._handles[node]
 
     def completed(self, step: int) -> None:
-        """Tell all keepers that the snapshot after a step is complete."""
+        """Let all keepers give up what is older than the snapshot after a step, which is complete."""
         for handle in self._handles.values():
             handle.completed.remote(step)
 
     def complete_steps(self) -> set[int]:
-        """Return the steps after which the state of every rank lies on its node.
-
-        A keeper that does not answer is ended, with a line in the log.
-        """
-        calls: dict[str, ray.ObjectRef[dict[int, tuple[int, ...]]]] = {
-            node: handle.steps.remote() for node, handle in self._handles.items()
-        }
+        """Return the steps after which the state of every rank lies on its node."""
         kept: dict[int, set[int]] = {}
+        for node, steps in self._ask(lambda handle: handle.steps.remote()).items():
+            kept |= {rank: set(own) for rank, own in steps.items() if self._nodes.get(rank) == node}
+        every = [kept.get(rank, set()) for rank in self._nodes]
+        return set.intersection(*every) if every else set()
+
+    def keep_only(self, step: int | None) -> None:
+        """Let all keepers give up the snapshots of all other steps, and wait until they have."""
+        self._ask(lambda handle: handle.keep_only.remote(step))
+
+    def _ask(self, question: Callable[[ActorHandle], ray.ObjectRef[Any]]) -> dict[str, Any]:
+        """Return the keepers' answers by node; one that does not answer is ended, with a line in the log."""
+        calls = {node: question(handle) for node, handle in self._handles.items()}
+        if not calls:
+            return {}
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
+        answers = {}
         for node, call in calls.items():
             try:
-                steps = ray.get(call, timeout=ANSWER_S)
+                if call not in done:
+                    raise ray.exceptions.GetTimeoutError(f"no answer within {ANSWER_S:g} s")
+                answers[node] = ray.get(call)
             except ray.exceptions.RayError as error:
                 logger.warning("the snapshots of node %s are lost: %s", node, str(error).partition("\n")[0])
                 self._classes.launcher.kill(self._handles.pop(node))
-            else:
-                kept |= {rank: set(own) for rank, own in steps.items() if self._nodes.get(rank) == node}
-        every = [kept.get(rank, set()) for rank in self._nodes]
-        return set.intersection(*every) if every else set()
+        return answers
 
     def close(self) -> None:
         """End the keepers, and with them the memory."""

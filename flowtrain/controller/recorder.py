@@ -63,6 +63,8 @@ class Recorder:
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
         self.sampler_states: dict[int, SamplerState] = {}
+        self.ended_step = stream.step
+        """The last step of which all units have ended."""
         self.num_rejected = audit.num_rejected
         self.num_seen = len(consumed)
 
@@ -105,7 +107,7 @@ class Recorder:
         self._restarts[name] = Restarted(step=self._stream.step, role=role.value, name=name, reason=reason)
 
     def went_back(self, name: str, role: Role, reason: str, down_s: float, steps_again: int) -> None:
-        """Record that the run has gone back to a checkpoint, since an actor was lost, and goes on.
+        """Record that the run has gone back to a snapshot or checkpoint, since an actor was lost, and goes on.
 
         down_s, steps_again: as of ``Restarted``.
         """
@@ -132,7 +134,7 @@ class Recorder:
         self.sampler_states = {known: state for known, state in self.sampler_states.items() if known <= step}
         self._meter.rewind(self._audit.num_skipped)
         self.num_rejected, self.num_seen = self._audit.num_rejected, len(consumed)
-        self._stream.step = step
+        self._stream.step = self.ended_step = step
         self.last = self.last_eval_loss = None
         return num_again
 
@@ -179,11 +181,13 @@ class Recorder:
         if self._held.skipped:
             self._audit.skip(done)
         if ends_step(self._run_spec.evaluations, done.unit):
+            self.ended_step = step
             self._release_held(None)
 
     def _take_evaluation(self, done: UnitDone) -> None:
         self._evaluated.append(self._evaluations.take(done, self._meter.evaluated(done)))
         if ends_step(self._run_spec.evaluations, done.unit):
+            self.ended_step = done.unit.step
             losses = self._evaluations.of_step(done.unit.step)
             self._release_held(losses)
             self.last_eval_loss = losses.mean

@@ -178,6 +178,6 @@ class Controller:
         role = Role.COORDINATOR if lost.name == COORDINATOR else Role.BACKBONE
         down_s = self._history.went_back(lost.name, role, lost.reason)
         self._stream.note(
-            f"the run goes on after {down_s:.1f} s, from {self._history.start.text}, so with step "
-            f"{self._history.start.step + 1}"
+            f"the run goes on after {down_s:.1f} s, from {self._history.start.text}: step "
+            f"{self._history.start.step + 1} is next"
         )

@@ -55,7 +55,7 @@ class Abandon:
 
 @dataclass(frozen=True)
 class RestartBackbone:
-    """End all backbone ranks, go back to the last checkpoint, and start them again; the producers stay.
+    """End all backbone ranks, go back to the last snapshot or checkpoint, and start them again; the producers stay.
 
     name: the rank that was lost first. reason: why. verb: how.
     """
@@ -67,7 +67,7 @@ class RestartBackbone:
 
 @dataclass(frozen=True)
 class RestartAll:
-    """End all actors, go back to the last checkpoint, and start them again.
+    """End all actors, go back to the last snapshot or checkpoint, and start them again.
 
     name: the coordinator, or a rank that was lost when producers had already ended. reason: why.
     """

@@ -24,7 +24,7 @@ from flowtrain.controller.state import (
     RunState,
 )
 from flowtrain.controller.worker_group import WorkerGroup
-from flowtrain.errors import CoordinatorSilentError, FlowTrainError, StallError
+from flowtrain.errors import CoordinatorSilentError, FlowTrainError, SnapshotLostError, StallError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.events import Event, Rejected
 
@@ -199,6 +199,8 @@ class Watcher:
             self._perform(self._state.on_died(name, outcome.reason))
         elif isinstance(outcome, Failed) and outcome.lost_peer:
             self._perform(self._state.on_died(name, f"it lost the other ranks: {outcome.error}"))
+        elif isinstance(outcome, Failed) and isinstance(outcome.error, SnapshotLostError):
+            self._perform(self._state.on_died(name, f"it cannot start: {outcome.error}"))
         elif isinstance(outcome, Failed):
             if self._state.phase is Phase.DRAINING:
                 logger.warning("%s failed after it was no longer needed: %s", name, outcome.error)

@@ -63,7 +63,7 @@ class TrainingHealth:
     def recall(self, step: int) -> None:
         """Read the losses until ``step`` from the run's metrics, so that spikes are the same as without a resume.
 
-        Metrics are complete up to a checkpoint's step.
+        Metrics are complete up to the step of a checkpoint, or of a snapshot from which the run starts again.
         """
         if self._trainer.recent is not None:
             self._trainer.recent.replace(_losses_until(RunDir(self._checkpoints.parent).metrics, step))
@@ -114,6 +114,13 @@ class TrainingHealth:
             logger.warning("no checkpoint of step %d: weights or optimizer state are not finite", step)
         self.raise_together(self._react(step, "weights or optimizer state that are not finite", self._policy))
         return False
+
+    def may_keep(self) -> bool:
+        """Whether the state may become a snapshot: no step was skipped just now, and all weights are finite.
+
+        A run that starts again from a snapshot counts skipped steps anew. Collective.
+        """
+        return self._policy.streak == 0 and self._spikes.streak == 0 and self._trainer.state_is_finite()
 
     def check_end(self, step: int) -> None:
         """Raise NonFiniteError if the run's state after its last step is of no use."""

@@ -7,6 +7,7 @@ open the memory before this one ends (``actors/keeper.py``).
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from flowtrain.errors import CheckpointError
+from flowtrain.errors import CheckpointError, SnapshotLostError
 from flowtrain.mempool.memory_file import open_memory
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.checkpoint_format import OPTIMIZER
@@ -60,15 +61,15 @@ def write_memory(name: str, snapshot: Snapshot, frozen: Mapping[str, Any]) -> Me
 
 
 def read_memory(file: MemoryFile) -> KeptSnapshot:
-    """Map a snapshot that another process of this node keeps. Raises CheckpointError if it is gone or damaged."""
+    """Map a snapshot that another process of this node keeps. Raises SnapshotLostError if it is gone or damaged."""
     fd = open_memory(file)
     if isinstance(fd, str):
-        raise CheckpointError(f"the snapshot {file.name} is gone: {fd}")
+        raise SnapshotLostError(f"the snapshot {file.name} is gone: {fd}")
     try:
         content = torch.load(f"/proc/self/fd/{fd}", weights_only=True, mmap=True, map_location="cpu")
         return KeptSnapshot(content["tensors"], frozenset(content["sharded"]), content["random"], content["frozen"])
-    except (OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"the snapshot {file.name} cannot be read: {error}") from error
+    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+        raise SnapshotLostError(f"the snapshot {file.name} cannot be read: {error}") from error
     finally:
         os.close(fd)  # the mapping stays
 

@@ -74,23 +74,20 @@ class CheckpointSaver:
             return
         self._is_prepared = True
         self.wait()
-        tensors, self._under_way = self._take(None).tensors, Future()
-        self._begin(partial(self._buffers.reserve, tensors), self._under_way)
+        self._begin(partial(self._buffers.reserve, self._take(None).tensors))
 
-    def save(self, step: int, directory: Path) -> None:
+    def save(self, step: int, directory: Path, keep: Keep | None = None) -> None:
         """Save the state after ``step`` into ``directory``; waits for the save before. The state may then change.
 
+        keep: keeps the same snapshot in memory before it is written; None: nobody.
         Raises what ended the save before, unless it was an error of the file system; that was reported.
         """
         self.wait()
-        started_s = time.monotonic()
-        snapshot = self._take(self._buffers)
-        self._record("checkpoint_copy", started_s, time.monotonic(), step=step)
-        self._step, self._under_way = step, Future()
-        self._begin(partial(self._save, step, directory, snapshot), self._under_way)
+        self._step = step
+        self._start(step, "checkpoint_copy", partial(self._save, step, directory, keep))
 
-    def keep(self, step: int, keep: Keep) -> bool:
-        """Keep the state after ``step`` in memory; False if a rank still writes: training must not wait for that.
+    def is_free(self) -> bool:
+        """Whether no rank is writing; training must not wait for that. Then all of this rank's work has ended.
 
         Collective over all ranks. Raises as ``save``.
         """
@@ -99,12 +96,11 @@ class CheckpointSaver:
         if is_busy.item():
             return False
         self.wait()
-        started_s = time.monotonic()
-        snapshot = self._take(self._buffers)
-        self._record("snapshot_copy", started_s, time.monotonic(), step=step)
-        self._under_way = Future()
-        self._begin(partial(self._keep, step, keep, snapshot), self._under_way)
         return True
+
+    def keep(self, step: int, keep: Keep) -> None:
+        """Keep the state after ``step`` in memory; call it only if ``is_free``."""
+        self._start(step, "snapshot_copy", partial(self._keep, step, keep))
 
     def wait(self) -> str | None:
         """Wait for the save that is under way; returns why the last save failed, or None. Raises as ``save``."""
@@ -120,13 +116,22 @@ class CheckpointSaver:
         self._step = self._saved_step
         return problem
 
-    def _begin(self, work: Callable[[], str | None], ended: Future[str | None]) -> None:
-        """Do the work, in a thread of its own if there are buffers; ``ended`` gets its result."""
+    def _start(self, step: int, span: str, work: Callable[[Snapshot], str | None]) -> None:
+        """Take a snapshot and begin to work on it. span: name of the copy's."""
+        started_s = time.monotonic()
+        snapshot = self._take(self._buffers)
+        self._record(span, started_s, time.monotonic(), step=step)
+        self._begin(partial(work, snapshot))
+
+    def _begin(self, work: Callable[[], str | None]) -> None:
+        """Do the work, in a thread of its own if there are buffers."""
+        self._under_way = Future()
         if self._buffers is None:
-            self._run(work, ended)
+            self._run(work, self._under_way)
         else:
             # A daemon: a rank that fails must not wait for a collective of ranks that failed too.
-            threading.Thread(target=self._run, args=(work, ended), name="checkpoint", daemon=True).start()
+            arguments = (work, self._under_way)
+            threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
 
     def _run(self, work: Callable[[], str | None], ended: Future[str | None]) -> None:
         try:
@@ -135,7 +140,9 @@ class CheckpointSaver:
         except BaseException as error:  # the training thread raises it at its next wait
             ended.set_exception(error)
 
-    def _save(self, step: int, directory: Path, snapshot: Snapshot) -> str | None:
+    def _save(self, step: int, directory: Path, keep: Keep | None, snapshot: Snapshot) -> str | None:
+        if keep is not None:
+            self._keep(step, keep, snapshot)
         started_s = time.monotonic()
         problem = self._write(directory, snapshot)
         self._record("checkpoint_write", started_s, time.monotonic(), step=step)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.models.parallel_layers import local_shard
 from flowtrain.pipeline.actions import Action, MemoryStrategy, Schedule
 from flowtrain.pipeline.configured import configured_memory
 from flowtrain.pipeline.executor import carried_schedule, checked_schedule, execute
@@ -280,9 +282,15 @@ class Trainer:
 
     def copy_nbytes(self) -> int:
         """Host memory that the copies of a snapshot take, once the optimizer has its state."""
+        return self._with_optimizer(partial(copy_nbytes, device=self.group.device))
+
+    def state_nbytes(self) -> int:
+        """Bytes of this rank's trained weights and optimizer state."""
+        return self._with_optimizer(lambda parameter: local_shard(parameter).nbytes)
+
+    def _with_optimizer(self, nbytes_of: Callable[[torch.Tensor], int]) -> int:
         adam = 2 if self.config.optimizer == "adamw" else 0
-        trained = [each for _, each in self.model.named_parameters() if each.requires_grad]
-        return sum(copy_nbytes(parameter, self.group.device) * (1 + adam) for parameter in trained)
+        return sum(nbytes_of(each) * (1 + adam) for _, each in self.model.named_parameters() if each.requires_grad)
 
     def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor, row_losses: torch.Tensor | None) -> None:
         """Count a microbatch; only one rank of its replica counts. Instead of a loss it may give next tokens."""

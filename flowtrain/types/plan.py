@@ -142,6 +142,8 @@ class StateOrigin:
     """Its directory."""
     snapshot_step: int | None = None
     """Step after which the nodes keep it in their memory."""
+    again: bool = False
+    """The run's ranks were started before, by the same driver."""
 
 
 class UnitKind(enum.StrEnum):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain.actors.keeper import SnapshotKeeper
-from flowtrain.errors import CheckpointError
+from flowtrain.errors import SnapshotLostError
 from flowtrain.types.memory import MemoryFile
 
 
@@ -25,8 +25,9 @@ def content_of(file: MemoryFile | None) -> bytes:
 
 
 def give(keeper: SnapshotKeeper, rank: int, step: int, complete: int | None) -> None:
+    keeper.make_room(rank, complete)
     file = make(f"{rank} {step}".encode())
-    keeper.hold(rank, step, file, complete)
+    keeper.hold(rank, step, file)
     os.close(file.fd)
 
 
@@ -49,15 +50,19 @@ def test_only_the_complete_snapshot_and_the_next_are_kept() -> None:
     assert content_of(keeper.find(1, 6)) == b"1 6"
     assert keeper.find(1, 2) is None and keeper.find(7, 6) is None and keeper.held_nbytes(7) == 0
     give(keeper, 0, 8, 6)
-    give(keeper, 0, 10, 8)  # before the driver has said that 8 is complete
+    give(keeper, 0, 10, 8)  # before the driver knows that 8 is complete
     assert keeper.steps()[0] == (8, 10)
+    keeper.keep_only(6)
+    assert keeper.steps() == {0: (), 1: (6,)}
+    keeper.keep_only(None)
+    assert keeper.steps() == {0: (), 1: ()} and open_files() == before
 
 
 def test_a_step_that_is_done_again_replaces_its_snapshot() -> None:
     before, keeper = open_files(), SnapshotKeeper()
     give(keeper, 0, 2, None)
     file = make(b"again")
-    keeper.hold(0, 2, file, 2)
+    keeper.hold(0, 2, file)
     os.close(file.fd)
     assert content_of(keeper.find(0, 2)) == b"again" and open_files() == before + 1
 
@@ -74,10 +79,10 @@ def test_memory_outlives_its_process() -> None:
     process = context.Process(target=hold_and_end, args=(queue, ended))
     process.start()
     file = queue.get(timeout=60)
-    keeper.hold(3, 8, file, None)
+    keeper.hold(3, 8, file)
     ended.set()
     process.join(60)
     assert content_of(keeper.find(3, 8)) == b"of the dead"
-    with pytest.raises(CheckpointError, match=r"cannot open the memory of rank 3: /proc/\d+/fd/\d+ is "):
-        keeper.hold(3, 10, file, 8)
+    with pytest.raises(SnapshotLostError, match=r"cannot open the memory of rank 3: /proc/\d+/fd/\d+ is "):
+        keeper.hold(3, 10, file)
     assert keeper.steps() == {3: (8,)}, "what is there stays"

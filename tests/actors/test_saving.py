@@ -14,7 +14,7 @@ from flowtrain.actors import saving
 from flowtrain.actors.keeper import SnapshotKeeper
 from flowtrain.actors.saving import RankSaves, Snapshots
 from flowtrain.config.training import CheckpointConfig
-from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.errors import ConfigError, SnapshotLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
 from flowtrain.training.saver import Keep
@@ -27,21 +27,40 @@ class FakeSaver:
     """Notes what is saved. busy: steps at which a rank still writes."""
 
     def __init__(self, busy: set[int]) -> None:
-        self.step, self.saved, self.kept, self._busy = 0, [], [], busy  # type: ignore[var-annotated]
+        self.step = self.now = 0
+        self.saved: list[int] = []
+        self.kept: list[int] = []
+        self._busy = busy
 
-    def save(self, step: int, directory: Path) -> None:
+    def save(self, step: int, directory: Path, keep: Keep | None = None) -> None:
         self.step = step
         self.saved.append(step)
+        if keep is not None:
+            self.keep(step, keep)
 
-    def keep(self, step: int, keep: Keep) -> bool:
-        if step in self._busy:
-            return False
+    def is_free(self) -> bool:
+        return self.now not in self._busy
+
+    def keep(self, step: int, keep: Keep) -> None:
         self.kept.append(step)
         keep(step, None)  # type: ignore[arg-type]
-        return True
 
     def wait(self) -> str | None:
         return None
+
+
+class FakeHealth:
+    """refused: steps whose state may not be kept."""
+
+    def __init__(self, refused: frozenset[int] = frozenset()) -> None:
+        self.now = 0
+        self._refused = refused
+
+    def may_save(self, step: int) -> bool:
+        return step not in self._refused
+
+    def may_keep(self) -> bool:
+        return self.now not in self._refused
 
 
 class FakeLink:
@@ -58,7 +77,7 @@ class FakeTrainer:
     def write_memory(self, name: str, snapshot: object) -> MemoryFile:
         return MemoryFile(os.getpid(), os.memfd_create(name), name)
 
-    def copy_nbytes(self) -> int:
+    def state_nbytes(self) -> int:
         return 100
 
 
@@ -97,79 +116,93 @@ def unit(index: int, step: int, kind: str = "train") -> Unit:
     return Unit(index, UnitKind(kind), step, 0, 0)
 
 
-def run(saves: RankSaves, num_steps: int, refused: frozenset[int] = frozenset()) -> None:
+def run(
+    saves: RankSaves, saver: FakeSaver, num_steps: int, refused: frozenset[int] = frozenset(), is_last: int = 0
+) -> None:
+    health = FakeHealth(refused)
     for step in range(1, num_steps + 1):
-        saves.after_unit(unit(step - 1, step), lambda step: step not in refused)
+        saver.now = health.now = step
+        saves.after_unit(unit(step - 1, step), health, is_last=step == is_last)
 
 
-def test_snapshots_come_between_checkpoints(group: BackboneGroup) -> None:
+def test_snapshots_come_with_checkpoints_and_between_them(group: BackboneGroup) -> None:
     saves, saver, link = saves_of(group)
-    run(saves, 13)
-    assert saver.saved == [6, 12] and saver.kept == [2, 4, 8, 10]
-    assert [asked for asked in link.asked if asked[0] == "snapshot_kept"] == [
-        (CoordinatorApi.snapshot_kept.__name__, step) for step in saver.kept
-    ]
+    run(saves, saver, 13)
+    assert saver.saved == [6, 12] and saver.kept == [2, 4, 6, 8, 10, 12]
+    assert link.asked == [(CoordinatorApi.snapshot_kept.__name__, step) for step in saver.kept]
 
 
 def test_the_last_complete_snapshot_stays_until_the_next_is_complete(group: BackboneGroup) -> None:
-    asked: list[tuple[int, int | None]] = []
+    asked: list[tuple[Any, ...]] = []
 
     class NotingKeeper:
-        def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
-            asked.append((step, complete))
+        def make_room(self, rank: int, complete: int | None) -> None:
+            asked.append(("all but", complete))
+
+        def hold(self, rank: int, step: int, file: MemoryFile) -> None:
+            asked.append(("hold", step))
 
     snapshots = Snapshots(1, FakeTrainer(), group, FakeLink(), NotingKeeper(), "state", 4)  # type: ignore[arg-type]
     for step in (5, 6):
-        snapshots.after_unit(unit(step - 1, step), True, lambda step: True, FakeSaver(set()))  # type: ignore[arg-type]
-    assert asked == [(5, 4), (6, 5)]
+        snapshots.keep(step, None)  # type: ignore[arg-type]
+    assert asked == [("all but", 4), ("hold", 5), ("all but", 5), ("hold", 6)]
 
 
 def test_a_snapshot_that_is_due_while_a_rank_writes_comes_later(group: BackboneGroup) -> None:
     saves, saver, _ = saves_of(group, busy=frozenset({2, 3, 8, 9, 10, 11}))
-    run(saves, 14)
-    assert saver.kept == [4, 14] and saver.saved == [6, 12]
+    run(saves, saver, 14)
+    assert saver.kept == [4, 6, 12, 14] and saver.saved == [6, 12]
 
 
 def test_a_state_that_is_not_finite_is_not_kept(group: BackboneGroup) -> None:
     saves, saver, _ = saves_of(group)
-    run(saves, 8, refused=frozenset({2, 6, 8}))
-    assert saver.kept == [3, 4] and saver.saved == [7]
+    run(saves, saver, 8, refused=frozenset({2, 6, 8}))
+    assert saver.kept == [3, 4, 7] and saver.saved == [7]
+
+
+def test_before_the_last_checkpoint_no_snapshot_is_taken(group: BackboneGroup) -> None:
+    saves, saver, _ = saves_of(group)
+    run(saves, saver, 4, is_last=4)
+    assert saver.kept == [2]
 
 
 def test_a_snapshot_waits_for_the_evaluations_of_its_step(group: BackboneGroup) -> None:
     saves, saver, _ = saves_of(group, evaluations=(EvalRounds(every=4, num_samples=1),))
     for index, (step, kind) in enumerate([(1, "train"), (2, "train"), (3, "train"), (4, "train"), (4, "eval")]):
-        saves.after_unit(unit(index, step, kind), lambda step: True)
+        saves.after_unit(unit(index, step, kind), FakeHealth(), is_last=False)
         assert saver.kept == ([2] if index in (1, 2, 3) else [2, 4] if index == 4 else [])
 
 
-class RefusingKeeper:
-    def __init__(self) -> None:
-        self.asked = 0
+class RefusingKeeper(SnapshotKeeper):
+    """A keeper that cannot keep some steps."""
 
-    def hold(self, rank: int, step: int, file: MemoryFile, complete: int | None) -> None:
-        self.asked += 1
-        raise CheckpointError("the node's keeper of snapshots died")
+    def __init__(self, refused: set[int]) -> None:
+        super().__init__()
+        self._refused = refused
+
+    def hold(self, rank: int, step: int, file: MemoryFile) -> None:
+        if step in self._refused:
+            raise SnapshotLostError("the node's keeper of snapshots died")
+        super().hold(rank, step, file)
 
 
-def test_snapshots_end_with_a_warning_when_a_rank_cannot(
+def test_a_snapshot_that_fails_is_logged_once_and_the_next_is_tried(
     group: BackboneGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = RefusingKeeper()
+    keeper = RefusingKeeper({4, 6})
     saves, saver, link = saves_of(group, keeper=keeper)
-    run(saves, 13)
-    assert keeper.asked == 1 and saver.saved == [6, 12] and not link.asked
-    assert "no snapshot of step 2, and no later one: rank 0: the node's keeper of snapshots died" in caplog.text
+    run(saves, saver, 8)
+    assert saver.saved == [6] and [step for _, step in link.asked] == [2, 8]
+    assert keeper.steps() == {0: (2, 8)}, "what was complete stays until the next is"
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith("no snapshot of step 4: rank 0: SnapshotLostError: the node's keeper of snapshots died")
+    assert last == "snapshots are kept again, from step 8 on"
 
 
-def test_a_node_without_room_is_said_at_the_start(group: BackboneGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_room_is_refused(group: BackboneGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(saving, "lacking_memory", lambda nbytes, group: asked.append(nbytes) or "too many bytes")
-    keeper = SnapshotKeeper()
-    snapshots = Snapshots(2, FakeTrainer(), group, FakeLink(), keeper, "state")  # type: ignore[arg-type]
+    snapshots = Snapshots(2, FakeTrainer(), group, FakeLink(), SnapshotKeeper(), "state")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"checkpoint\.snapshot_every_steps \(2\) .* need too many bytes; set it to"):
         snapshots.check_room()
-    monkeypatch.setattr(keeper, "held_nbytes", lambda rank: 130)  # of a rank before this one
-    with pytest.raises(ConfigError):
-        snapshots.check_room()
-    assert asked == [200, 70]
+    assert asked == [200]

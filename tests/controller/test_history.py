@@ -20,7 +20,7 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.types.events import SnapshotKept
 from flowtrain.types.plan import StateOrigin
 from flowtrain.types.samples import SamplerState
-from tests.controller.fake_ray import Ref
+from tests.controller.fake_ray import FakeRay, Ref
 from tests.training.ranks import make_config
 
 
@@ -29,10 +29,14 @@ class FakeKeepers:
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
-        self.told: list[int] = []
+        self.completed_steps: list[int] = []
+        self.only: list[int | None] = []
 
     def completed(self, step: int) -> None:
-        self.told.append(step)
+        self.completed_steps.append(step)
+
+    def keep_only(self, step: int | None) -> None:
+        self.only.append(step)
 
     def complete_steps(self) -> set[int]:
         return self.steps
@@ -49,6 +53,7 @@ class World:
             take=lambda event: None,
             sampler_states={step: SamplerState(8 * step) for step in range(1, 20)},
             flush=self._flush,
+            ended_step=6,
             rewind=lambda step, consumed: self.rewound.append(step) or 20 - step,
         )
         costs = SimpleNamespace(in_use="the cost", rewind=lambda cost: None)
@@ -77,12 +82,14 @@ def test_it_goes_back_to_a_snapshot_that_is_newer_than_the_checkpoint(world: Wor
     world.checkpoint = 4
     for step in (5, 6):
         world.history.take(SnapshotKept(step))
-    assert world.keepers.told == [5, 6]
-    world.keepers.steps = {5, 6, 30}  # of step 30 the driver has not heard
+    assert world.keepers.completed_steps == [5, 6]
+    world.keepers.steps = {5, 6, 7, 30}  # the driver has no event of step 30, nor of the evaluation after step 7
     world.history.go_back()
     start = world.history.start
     assert (start.step, start.sampler_state, start.cost) == (6, SamplerState(48), "the cost")
     assert start.origin == StateOrigin(snapshot_step=6) and world.history.saved_step == 4 and world.rewound == [6]
+    assert world.history.origin == StateOrigin(snapshot_step=6, again=True)
+    assert world.keepers.only == [6], "later ones are made again"
     assert start.text == "the snapshot of step 6 in its nodes' memory"
     world.history.go_back()
     assert world.history.start.origin == StateOrigin(snapshot_step=6), "it is there for the next loss too"
@@ -99,6 +106,7 @@ def test_it_goes_back_to_a_checkpoint_that_is_as_new(world: World, kept: set[int
 def test_without_a_snapshot_it_goes_back_to_the_beginning(world: World) -> None:
     world.history.go_back()
     assert world.history.start.origin == StateOrigin() and world.history.saved_step == 0
+    assert world.keepers.only == [None]
     assert world.history.start.text == "the beginning"
 
 
@@ -114,7 +122,7 @@ def test_a_snapshot_that_the_files_do_not_reach_is_not_used(world: World, caplog
 
 
 class FakeKeeper:
-    """A keeper's handle. kept: steps by rank, or the error of a dead one."""
+    """A keeper's handle. kept: steps by rank, the error of a dead one, or ... for one that does not answer."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -122,7 +130,8 @@ class FakeKeeper:
 
     def _ask(self) -> Ref:
         ref = Ref("steps")
-        ref.finish(self.kept)
+        if self.kept is not ...:
+            ref.finish(self.kept)
         return ref
 
 
@@ -136,13 +145,8 @@ def test_a_snapshot_is_complete_if_each_rank_finds_its_own_on_its_node(
         spawned.append(FakeKeeper({}))
         return spawned[-1]
 
-    def get(ref: Ref, timeout: float) -> Any:
-        if isinstance(ref.value, Exception):
-            raise ref.value
-        return ref.value
-
     launcher = SimpleNamespace(spawn=spawn, kill=killed.append)
-    monkeypatch.setattr(ray, "get", get)
+    FakeRay(monkeypatch)
     keepers = Keepers(make_config(), ActorClasses(launcher=launcher))  # type: ignore[arg-type]
     nodes = {0: "a" * 56, 1: "a" * 56, 2: "b" * 56}
     keepers.for_ranks(nodes)
@@ -157,9 +161,12 @@ def test_a_snapshot_is_complete_if_each_rank_finds_its_own_on_its_node(
     assert keepers.complete_steps() == set() and killed == [second]
     assert f"the snapshots of node {nodes[2]} are lost: The actor experienced an error" in caplog.text
     keepers.for_ranks(nodes)
-    assert len(spawned) == 3
+    third = spawned[2]
+    third.kept = ...
+    assert keepers.complete_steps() == set() and killed == [second, third]
+    assert "are lost: no answer within 60 s" in caplog.text
     keepers.close()
-    assert killed == [second, first, spawned[2]]
+    assert killed == [second, third, first]
 
 
 def test_snapshots_are_off_unless_asked_for() -> None:

@@ -13,7 +13,15 @@ from flowtrain.controller import watch
 from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import BackboneLost, GraceOver, GroupLost, StopRequested, Watcher
-from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
+from flowtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FlowTrainError,
+    SnapshotLostError,
+    StallError,
+    WorkerLostError,
+)
 from flowtrain.types.events import CheckpointWritten, Event, Rejected
 from tests.controller.fake_ray import FakeRay, FakeWorkerGroup, Ref, died, not_constructed, task_error
 
@@ -190,6 +198,14 @@ def test_a_collective_that_failed_is_a_lost_rank_though_none_has_ended(world: Wo
     world.state.on_backbone_started()
     with pytest.raises(BackboneLost, match="Connection closed by peer"):
         world.until_end(world.finish("backbone-0", value=task_error(CLOSED)))
+
+
+def test_a_rank_that_cannot_load_its_snapshot_is_a_lost_one(world: World) -> None:
+    world.state.on_backbone_started()
+    with pytest.raises(BackboneLost, match="it cannot start: the snapshot of backbone-0 is gone"):
+        world.until_end(
+            world.finish("backbone-0", value=task_error(SnapshotLostError("the snapshot of backbone-0 is gone")))
+        )
 
 
 def test_an_error_of_a_rank_ends_the_run_though_its_peers_lost_it(world: World) -> None:

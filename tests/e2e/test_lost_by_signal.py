@@ -29,8 +29,13 @@ def number_of(of: Driver, title: str) -> int:
     return pid
 
 
-def test_a_run_that_lost_its_coordinator_ends_as_the_undisturbed_one(world: Path, undisturbed: RunDir) -> None:
-    with driver(config_of(world, "headless"), world / "headless.log") as victim:
+@pytest.mark.parametrize("every_snapshot", ["null", "1"])
+def test_a_run_that_lost_its_coordinator_ends_as_the_undisturbed_one(
+    world: Path, undisturbed: RunDir, every_snapshot: str
+) -> None:
+    name = f"headless-{every_snapshot}"
+    config = config_of(world, name, f"checkpoint.snapshot_every_steps={every_snapshot}")
+    with driver(config, world / f"{name}.log") as victim:
         victim.wait_until(lambda: victim.num_steps >= NUM_STEPS // 2, "half of the steps")
         os.kill(number_of(victim, "ray::Coordinator"), signal.SIGKILL)
         assert victim.wait() == 0, victim.report("the run failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from flowtrain.actors.keeper import SnapshotKeeper
-from flowtrain.errors import CheckpointError
-from flowtrain.training.kept_snapshot import read_memory
+from flowtrain.errors import CheckpointError, SnapshotLostError
+from flowtrain.training.kept_snapshot import KeptSnapshot, read_memory
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.snapshot import HostBuffers
 from flowtrain.training.trainer import StepResult, Trainer
@@ -41,7 +42,7 @@ def keep_and_go_on(rank: int, degrees: Degrees, host: str, port: int, listener: 
     for step, slots in enumerate(job.steps[:KEPT_STEP], start=1):
         run_unit(trainer, job, make_plan(slots, step))
     file = trainer.write_memory("state", trainer.snapshot(HostBuffers(CPU) if rank == 0 else None))
-    keeper.hold(rank, KEPT_STEP, file, None)
+    keeper.hold(rank, KEPT_STEP, file)
     os.close(file.fd)
     undisturbed = go_on(trainer, job)
     torch.manual_seed(99)
@@ -76,22 +77,26 @@ def test_a_new_trainer_goes_on_to_the_bit(degrees: Degrees, family: TinyFamily) 
 def fresh_trainer() -> Any:
     """Trainers of this very process, on a group of one."""
     group = init_backbone_group(0, Degrees(), CPU)
-    yield lambda family=TINY, kept=None: Trainer(CONFIG, family, group, num_steps=10, resume_from=kept)
+
+    def make(family: TinyFamily = TINY, kept: KeptSnapshot | None = None) -> Trainer:
+        config = make_config(model={"freeze": family.freeze}) if family.freeze else CONFIG
+        return Trainer(config, family, group, num_steps=10, resume_from=kept)
+
+    yield make
     group.close()
 
 
-def test_frozen_weights_are_not_kept_but_compared(fresh_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = fresh_trainer()
+def test_frozen_weights_are_not_kept_but_compared(fresh_trainer: Any) -> None:
+    frozen = TinyFamily(freeze=("connector",))
+    trainer = fresh_trainer(frozen)
     file = trainer.write_memory("state", trainer.snapshot(None))
-    monkeypatch.setattr("flowtrain.training.trainer.describe_frozen", lambda *_: {"backbone": {"digest": "1"}})
     kept = read_memory(file)
-    assert not kept.frozen and fresh_trainer(TINY, kept)
-    other = type(kept)(kept.tensors, kept.sharded, kept.random, {"backbone": {"digest": "2", "origin": "elsewhere"}})
-    monkeypatch.setattr(
-        "flowtrain.training.trainer.describe_frozen", lambda *_: {"backbone": {"digest": "1", "origin": "here"}}
-    )
-    with pytest.raises(CheckpointError, match="in memory was trained with a frozen backbone of digest 2"):
-        fresh_trainer(TINY, other)
+    assert not any("connector" in name for name in kept.tensors) and list(kept.frozen) == ["connector"]
+    assert fresh_trainer(frozen, kept)
+    digest = kept.frozen["connector"]["digest"]
+    other = replace(kept, frozen={"connector": {"digest": "2", "origin": "elsewhere"}})
+    with pytest.raises(CheckpointError, match=f"frozen connector of digest 2 .* has digest {digest}"):
+        fresh_trainer(frozen, other)
     os.close(file.fd)
 
 
@@ -108,11 +113,11 @@ def test_another_model_is_refused(fresh_trainer: Any) -> None:
 def test_memory_that_is_gone_or_damaged_is_refused(fresh_trainer: Any) -> None:
     trainer = fresh_trainer()
     file = trainer.write_memory("state", trainer.snapshot(None))
-    with pytest.raises(CheckpointError, match=r"the snapshot other is gone: /proc/\d+/fd/\d+ is /memfd:state"):
+    with pytest.raises(SnapshotLostError, match=r"the snapshot other is gone: /proc/\d+/fd/\d+ is /memfd:state"):
         read_memory(MemoryFile(file.pid, file.fd, "other"))
     os.ftruncate(file.fd, 1000)
-    with pytest.raises(CheckpointError, match="the snapshot state cannot be read"):
+    with pytest.raises(SnapshotLostError, match="the snapshot state cannot be read"):
         read_memory(file)
     os.close(file.fd)
-    with pytest.raises(CheckpointError, match="the snapshot state is gone"):
+    with pytest.raises(SnapshotLostError, match="the snapshot state is gone"):
         read_memory(file)

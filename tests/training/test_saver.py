@@ -151,6 +151,45 @@ def test_the_memory_of_the_first_save_is_there_before_it(tmp_path, trainer, monk
 
 
 @pytest.mark.parametrize("background", [False, True])
+def test_a_snapshot_is_kept_before_its_checkpoint_is_written_and_alone(tmp_path, trainer, background):
+    goes_on, done = threading.Event(), []
+
+    def write(directory, snapshot):
+        done.append("written")
+
+    def keep(step, snapshot):
+        assert goes_on.wait(60)
+        done.append((step, {float(value) for name in snapshot.tensors for value in snapshot.values(name).unique()}))
+
+    beside = make_saver(trainer, background=background, write=write)
+    fill(trainer, 3.0)
+    if not background:
+        goes_on.set()
+    beside.save(1, tmp_path, keep)
+    fill(trainer, 4.0)
+    if background:
+        assert not beside.is_free(), "training must not wait for it"
+        goes_on.set()
+    beside.wait()
+    assert beside.is_free()
+    beside.keep(2, keep)
+    fill(trainer, 5.0)
+    assert beside.wait() is None and beside.step == 1, "a snapshot is no checkpoint"
+    assert done == [(1, {3.0}), "written", (2, {4.0})]
+
+
+def test_what_ends_a_snapshot_ends_training(trainer):
+    def keep(step, snapshot):
+        raise ZeroDivisionError("a bug")
+
+    beside = make_saver(trainer)
+    beside.keep(1, keep)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        while not beside.is_free():
+            pass
+
+
+@pytest.mark.parametrize("background", [False, True])
 def test_a_failed_save_is_reported_and_tried_again(tmp_path, trainer, background):
     reports, outcomes = Reports(), iter([None, "no room", None])
     beside = make_saver(trainer, background=background, write=lambda *_: next(outcomes), reports=reports)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 
 import flowtrain
+from flowtrain.actors.keeper import Keeper
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.base import ConfigModel
 from flowtrain.types.memory import Extent
@@ -30,6 +31,7 @@ CONTAINERS = {tuple, list, dict, set, frozenset, Sequence, Mapping, AbstractSet,
 _PASSED_ON = "of an actor's own class, whose signatures are checked; its host passes it on"
 EXEMPT: dict[type | str, str] = {
     CoordinatorLink: "a handle to the coordinator, no message",
+    Keeper: "a handle to the keeper of snapshots, no message",
     "Coordinator.__init__.make_flow": "called once inside the coordinator's process, so that the driver builds no flow",
     "Coordinator.__init__.remake_flow": "as make_flow",
     "EmulatedHost.add.actor_class": _PASSED_ON,

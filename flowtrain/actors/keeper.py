@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -23,7 +22,7 @@ class SnapshotKeeper:
     """Holds the memory of the last complete snapshot of each rank, and of the one that is being taken."""
 
     def __init__(self) -> None:
-        self._files: defaultdict[int, dict[int, MemoryFile]] = defaultdict(dict)  # by rank, by step
+        self._files: dict[int, dict[int, MemoryFile]] = {}  # by rank, by step
 
     def make_room(self, rank: int, complete: int | None) -> None:
         """Close all memory of a rank but that of the step ``complete``."""
@@ -35,7 +34,7 @@ class SnapshotKeeper:
         if isinstance(fd, str):
             raise SnapshotLostError(f"the node's keeper of snapshots cannot open the memory of rank {rank}: {fd}")
         self._close(rank, lambda each: each == step)
-        self._files[rank][step] = MemoryFile(os.getpid(), fd, file.name)
+        self._files.setdefault(rank, {})[step] = MemoryFile(os.getpid(), fd, file.name)
 
     def completed(self, step: int) -> None:
         """Close the memory of earlier steps: all ranks have this one."""
@@ -53,15 +52,16 @@ class SnapshotKeeper:
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """Return where a rank's snapshot lies; None: not here."""
-        return self._files[rank].get(step)
+        return self._files.get(rank, {}).get(step)
 
     def held_nbytes(self, rank: int) -> int:
         """Return the bytes that a rank's snapshots take."""
-        return sum(os.fstat(file.fd).st_size for file in self._files[rank].values())
+        return sum(os.fstat(file.fd).st_size for file in self._files.get(rank, {}).values())
 
     def _close(self, rank: int, is_closed: Callable[[int], bool]) -> None:
-        for step in [each for each in self._files[rank] if is_closed(each)]:
-            os.close(self._files[rank].pop(step).fd)
+        files = self._files.get(rank, {})
+        for step in [each for each in files if is_closed(each)]:
+            os.close(files.pop(step).fd)
 
 
 class Keeper(Protocol):

@@ -19,6 +19,7 @@ from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.executor import carried_schedule, checked_schedule
 from flowtrain.pipeline.partition import Partition
 from flowtrain.training.optimizer import learning_rate_factor
+from flowtrain.training.saver import Keep
 from flowtrain.training.trainer import StepResult
 from flowtrain.types.plan import Degrees, StepPlan, UnitKind
 
@@ -116,7 +117,7 @@ class EmulatedSaver:
     def prepare(self) -> None:
         """See ``CheckpointSaver``."""
 
-    def save(self, step: int, directory: Path) -> None:
+    def save(self, step: int, directory: Path, keep: Keep | None = None) -> None:
         """See ``CheckpointSaver``."""
         self.step = step
 

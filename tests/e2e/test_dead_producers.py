@@ -147,7 +147,7 @@ class WaitingRank(BackboneRank):
 
     _num_begun = 0
 
-    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
+    def _run_unit(self, prefetcher: Prefetcher) -> tuple[int, bool]:
         gates: dict[int, tuple[Callable[[], bool], str]] = {
             FIRST_GATE: (lambda: bool(deeds(self._config, "encoder-0", "die")), "the death of encoder-0"),
             SECOND_GATE: (lambda: is_made_again(self._config), "making the lost parts again"),
@@ -156,7 +156,7 @@ class WaitingRank(BackboneRank):
         if self._num_begun in gates:
             wait_for(*gates[self._num_begun])
         self._num_begun += 1
-        return super()._run_unit(prefetcher, checkpoint_dir)
+        return super()._run_unit(prefetcher)
 
 
 def test_a_run_outlives_its_producers(world: Path, undisturbed: RunDir, ray_cluster: None) -> None:

@@ -54,10 +54,6 @@ class SnapshotKeeper:
         """Return where a rank's snapshot lies; None: not here."""
         return self._files.get(rank, {}).get(step)
 
-    def held_nbytes(self, rank: int) -> int:
-        """Return the bytes that a rank's snapshots take."""
-        return sum(os.fstat(file.fd).st_size for file in self._files.get(rank, {}).values())
-
     def _close(self, rank: int, is_closed: Callable[[int], bool]) -> None:
         files = self._files.get(rank, {})
         for step in [each for each in files if is_closed(each)]:
@@ -75,9 +71,6 @@ class Keeper(Protocol):
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """Return where a rank's snapshot lies; None: not here."""
-
-    def held_nbytes(self, rank: int) -> int:
-        """Return the bytes that a rank's snapshots take."""
 
 
 class RayKeeper:
@@ -97,10 +90,6 @@ class RayKeeper:
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """See ``Keeper``."""
         return _answer(self._handle.find.remote(rank, step))
-
-    def held_nbytes(self, rank: int) -> int:
-        """See ``Keeper``."""
-        return _answer(self._handle.held_nbytes.remote(rank))
 
 
 def _answer(call: ray.ObjectRef[T]) -> T:

@@ -155,6 +155,8 @@ class History:
     def end(self) -> None:
         """Complete what the last steps have left open."""
         self.committer.finish()
+        if self._has_gone_back:  # a killed rank may still have written when the run went back
+            checkpoint_store.remove_temporaries(self._files.checkpoints)
         if not self._run_spec.config.saves_at_end and self.recorder.last is not None:
             self.recorder.flush(self.recorder.last.step)  # otherwise a checkpoint does
 

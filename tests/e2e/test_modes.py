@@ -267,7 +267,7 @@ def test_a_lost_rank_costs_no_step_that_a_snapshot_has(
     check_ledger(config, [CORRUPT_ROW])
     told = [line for line in json_lines(files.events) if line["event"] == "restart"]
     assert [(line["role"], line["steps_again"]) for line in told] == [("backbone", 0)]
-    assert "from the snapshot of step 2 in its nodes' memory, so with step 3" in capfd.readouterr().err
+    assert "from the snapshot of step 2 in its nodes' memory: step 3 is next" in capfd.readouterr().err
     assert [path.name for path in files.checkpoints.glob("step-*")] == [f"step-{NUM_STEPS:08d}"]
     assert not [each for each in list_named_actors(all_namespaces=True) if each["namespace"] == "flowtrain-snapshots"]
 

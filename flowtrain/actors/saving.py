@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import ends_step
 from flowtrain.training.checkpoint_store import temporary_directory
+from flowtrain.training.kept_snapshot import write_memory
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.saver import CheckpointSaver, Keep, Report, lacking_memory
 from flowtrain.training.snapshot import Snapshot
@@ -74,8 +75,9 @@ class Snapshots:
 
         If a rank cannot, rank 0 logs it once, and the next snapshot is tried.
         """
+        frozen = self._trainer.described_frozen()  # collective, so before a rank may fail
         every: list[str | None] = [None] * self._group.world_size
-        dist.all_gather_object(every, self._held(step, snapshot), group=self._group.checkpoint_group)
+        dist.all_gather_object(every, self._held(step, snapshot, frozen), group=self._group.checkpoint_group)
         problem = next((f"rank {rank}: {each}" for rank, each in enumerate(every) if each is not None), None)
         if problem is None:
             self._complete = step
@@ -96,11 +98,11 @@ class Snapshots:
         elif problem is None and self._problem is not None:
             logger.warning("snapshots are kept again, from step %d on", step)
 
-    def _held(self, step: int, snapshot: Snapshot) -> str | None:
+    def _held(self, step: int, snapshot: Snapshot, frozen: Mapping[str, Any]) -> str | None:
         """Let the node's keeper hold a snapshot; returns why it does not."""
         try:
             self._keeper.make_room(self._group.rank, self._complete)
-            file = self._trainer.write_memory(f"{self._name}-{step}", snapshot)
+            file = write_memory(f"{self._name}-{step}", snapshot, frozen)
             try:
                 self._keeper.hold(self._group.rank, step, file)
             finally:

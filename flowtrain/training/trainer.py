@@ -44,7 +44,6 @@ from flowtrain.training.spikes import LossWindow
 from flowtrain.training.stages import Stages
 from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.training.work_spans import SpanRecorder
-from flowtrain.types.memory import MemoryFile
 from flowtrain.types.messages import SampleLoss
 from flowtrain.types.plan import StepPlan, UnitKind
 
@@ -132,7 +131,7 @@ class Trainer:
         self._frozen: dict[str, Any] | None = None
         self._guard: MemoryGuard | None = None
         if isinstance(resume_from, KeptSnapshot):
-            kept_snapshot.restore(resume_from, self.model, self.optimizer, self.group, self._described_frozen)
+            kept_snapshot.restore(resume_from, self.model, self.optimizer, self.group, self.described_frozen)
         elif resume_from is not None:
             self.load_checkpoint(resume_from)
 
@@ -255,14 +254,7 @@ class Trainer:
 
         Returns why the file system refused it, or None. See ``training/checkpoint_writer.py``.
         """
-        return write_snapshot(directory, snapshot, self.model.tied, self._described_frozen(), self.group)
-
-    def write_memory(self, name: str, snapshot: Snapshot) -> MemoryFile:
-        """Write a snapshot into a new file of this process's memory, in any thread; collective.
-
-        Raises OSError if the machine refuses the memory.
-        """
-        return kept_snapshot.write_memory(name, snapshot, self._described_frozen())
+        return write_snapshot(directory, snapshot, self.model.tied, self.described_frozen(), self.group)
 
     def save_checkpoint(self, directory: Path) -> None:
         """Write this rank's share into the temporary ``directory``; collective. Raises CheckpointError on failure."""
@@ -271,9 +263,9 @@ class Trainer:
 
     def load_checkpoint(self, directory: Path) -> None:
         """Load weights, optimizer state and, at the same degrees, random state; collective."""
-        checkpoint.load(directory, self.model, self.optimizer, self.group, self._run_config, self._described_frozen)
+        checkpoint.load(directory, self.model, self.optimizer, self.group, self._run_config, self.described_frozen)
 
-    def _described_frozen(self) -> dict[str, Any]:
+    def described_frozen(self) -> dict[str, Any]:
         """Origin and digest of what is frozen; collective at the first call."""
         if self._frozen is None:  # frozen weights stay as they are, so once is enough
             parts = self._frozen_parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,12 @@ from flowtrain.errors import ConfigError, SnapshotLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
 from flowtrain.training.saver import Keep
+from flowtrain.training.snapshot import Snapshot
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.memory import MemoryFile
 from flowtrain.types.plan import Degrees, Unit, UnitKind
+
+NOTHING = Snapshot({}, {}, {})
 
 
 class FakeSaver:
@@ -43,7 +45,7 @@ class FakeSaver:
 
     def keep(self, step: int, keep: Keep) -> None:
         self.kept.append(step)
-        keep(step, None)  # type: ignore[arg-type]
+        keep(step, NOTHING)
 
     def wait(self) -> str | None:
         return None
@@ -74,8 +76,8 @@ class FakeLink:
 class FakeTrainer:
     """A trainer whose state is one byte."""
 
-    def write_memory(self, name: str, snapshot: object) -> MemoryFile:
-        return MemoryFile(os.getpid(), os.memfd_create(name), name)
+    def described_frozen(self) -> dict[str, Any]:
+        return {}
 
     def state_nbytes(self) -> int:
         return 100
@@ -144,7 +146,7 @@ def test_the_last_complete_snapshot_stays_until_the_next_is_complete(group: Back
 
     snapshots = Snapshots(1, FakeTrainer(), group, FakeLink(), NotingKeeper(), "state", 4)  # type: ignore[arg-type]
     for step in (5, 6):
-        snapshots.keep(step, None)  # type: ignore[arg-type]
+        snapshots.keep(step, NOTHING)
     assert asked == [("all but", 4), ("hold", 5), ("all but", 5), ("hold", 6)]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from flowtrain.actors.keeper import SnapshotKeeper
 from flowtrain.errors import CheckpointError, SnapshotLostError
-from flowtrain.training.kept_snapshot import KeptSnapshot, read_memory
+from flowtrain.training.kept_snapshot import KeptSnapshot, read_memory, write_memory
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.snapshot import HostBuffers
 from flowtrain.training.trainer import StepResult, Trainer
@@ -28,6 +28,10 @@ CONFIG = make_config(training={"weight_decay": 0.1})
 KEPT_STEP = 2
 
 
+def kept_by(trainer: Trainer, buffers: HostBuffers | None = None) -> MemoryFile:
+    return write_memory("state", trainer.snapshot(buffers), trainer.described_frozen())
+
+
 def go_on(trainer: Trainer, job: Job) -> tuple[list[StepResult], Any, dict[str, np.ndarray]]:
     """Results of the steps after the snapshot, a random number, and the weights."""
     later = enumerate(job.steps[KEPT_STEP:], start=KEPT_STEP + 1)
@@ -41,7 +45,7 @@ def keep_and_go_on(rank: int, degrees: Degrees, host: str, port: int, listener: 
     trainer, keeper = Trainer(job.config, job.family, group, num_steps=10), SnapshotKeeper()
     for step, slots in enumerate(job.steps[:KEPT_STEP], start=1):
         run_unit(trainer, job, make_plan(slots, step))
-    file = trainer.write_memory("state", trainer.snapshot(HostBuffers(CPU) if rank == 0 else None))
+    file = kept_by(trainer, HostBuffers(CPU) if rank == 0 else None)
     keeper.hold(rank, KEPT_STEP, file)
     os.close(file.fd)
     undisturbed = go_on(trainer, job)
@@ -89,7 +93,7 @@ def fresh_trainer() -> Any:
 def test_frozen_weights_are_not_kept_but_compared(fresh_trainer: Any) -> None:
     frozen = TinyFamily(freeze=("connector",))
     trainer = fresh_trainer(frozen)
-    file = trainer.write_memory("state", trainer.snapshot(None))
+    file = kept_by(trainer)
     kept = read_memory(file)
     assert not any("connector" in name for name in kept.tensors) and list(kept.frozen) == ["connector"]
     assert fresh_trainer(frozen, kept)
@@ -102,7 +106,7 @@ def test_frozen_weights_are_not_kept_but_compared(fresh_trainer: Any) -> None:
 
 def test_another_model_is_refused(fresh_trainer: Any) -> None:
     trainer = fresh_trainer()
-    file = trainer.write_memory("state", trainer.snapshot(None))
+    file = kept_by(trainer)
     with pytest.raises(CheckpointError, match=r"has \S+ of shape \[\d+, \d+\], the model \[\d+, \d+\]"):
         fresh_trainer(TinyFamily(hidden_size=24), read_memory(file))
     with pytest.raises(CheckpointError, match=r"do not both have model\.language_model\.lm_head\.weight"):
@@ -112,7 +116,7 @@ def test_another_model_is_refused(fresh_trainer: Any) -> None:
 
 def test_memory_that_is_gone_or_damaged_is_refused(fresh_trainer: Any) -> None:
     trainer = fresh_trainer()
-    file = trainer.write_memory("state", trainer.snapshot(None))
+    file = kept_by(trainer)
     with pytest.raises(SnapshotLostError, match=r"the snapshot other is gone: /proc/\d+/fd/\d+ is /memfd:state"):
         read_memory(MemoryFile(file.pid, file.fd, "other"))
     os.ftruncate(file.fd, 1000)

@@ -153,7 +153,8 @@ class RankSaves:
         if self._is_due:
             if health.may_save(unit.step):
                 self._begin("a checkpoint")
-                self._save(unit.step, None if self._snapshots is None else self._snapshots.keep)
+                keep = None if self._snapshots is None or is_last else self._snapshots.keep
+                self._save(unit.step, keep)
                 self._is_due = self._is_snapshot_due = False
         elif self._snapshots is not None and self._is_snapshot_due and not is_last:
             self._begin("a snapshot")

@@ -171,7 +171,7 @@ class GroupRun:
         kept_by = keepers.for_ranks if keepers.is_on else None
         try:
             return worker_group.start_backbone(self._actors, settings, history.origin, evaluations, results, kept_by)
-        except BackboneLost:
+        except (BackboneLost, GroupLost):  # the latter where producers have ended already
             if history.start.in_memory:  # the next start must not fail by the same snapshot
                 keepers.close()
             raise

@@ -166,6 +166,9 @@ def test_before_the_last_checkpoint_no_snapshot_is_taken(group: BackboneGroup) -
     saves, saver, _ = saves_of(group)
     run(saves, saver, 4, is_last=4)
     assert saver.kept == [2]
+    saves, saver, _ = saves_of(group)
+    run(saves, saver, 6, is_last=6)
+    assert saver.kept == [2, 4] and saver.saved == [6]
 
 
 def test_a_snapshot_waits_for_the_evaluations_of_its_step(group: BackboneGroup) -> None:

@@ -1,0 +1,36 @@
+"""A start from a snapshot that fails is not tried again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowtrain.controller import worker_group
+from flowtrain.controller.group_run import GroupRun
+from flowtrain.controller.resume import ResumePoint
+from flowtrain.controller.watch import BackboneLost, GroupLost
+from tests.training.ranks import make_config
+
+
+@pytest.mark.parametrize("lost", [BackboneLost("a", "it cannot start", "died"), GroupLost("a", "it cannot start")])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_after_a_failed_start_its_snapshots_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, lost: Exception, in_memory: bool
+) -> None:
+    def fails(*_: Any) -> None:
+        raise lost
+
+    closed: list[bool] = []
+    monkeypatch.setattr(worker_group, "start_backbone", fails)
+    keepers = SimpleNamespace(is_on=True, for_ranks=None, close=lambda: closed.append(True))
+    start = ResumePoint(step=4, in_memory=in_memory)
+    history = SimpleNamespace(start=start, origin=start.origin, keepers=keepers)
+    run_spec = SimpleNamespace(config=make_config(), evaluations=())
+    run: Any = SimpleNamespace(run_spec=run_spec)
+    group = GroupRun(run, history, *[None] * 4)  # type: ignore[arg-type]  # nothing else is asked
+    group._actors, group._watcher = SimpleNamespace(), SimpleNamespace(results=fails)  # type: ignore[assignment]
+    with pytest.raises(type(lost)):
+        group._start_backbone()
+    assert closed == [True] * in_memory

@@ -287,7 +287,7 @@ class BackboneRank:
         self._windows.end(step)
         self._health.raise_together(verdict.error)
         if is_training:
-            self._saves.prepare()
+            self._saves.prepare(step)
         self._saves.after_unit(plan.unit, self._health, is_last=not goes_on)
         return step, goes_on
 
@@ -403,6 +403,7 @@ class BackboneRank:
             Path(checkpoint_dir),
             nonce,
             partial(self._diary.begin, may_last=True),
+            self._num_steps,
             snapshots,
         )
 

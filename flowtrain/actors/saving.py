@@ -117,7 +117,7 @@ class RankSaves:
 
     make_saver: gets what is called when a save has ended. evaluations: of each held-out set; what is due waits for
     those after its step. directory, nonce: temporaries of checkpoints lie in the directory, with the nonce in their
-    names. begin: notes what begins. snapshots: None: there are none.
+    names. begin: notes what begins. num_steps: of the run. snapshots: None: there are none.
     """
 
     def __init__(
@@ -130,8 +130,10 @@ class RankSaves:
         directory: Path,
         nonce: str,
         begin: Callable[[str], None],
+        num_steps: int,
         snapshots: Snapshots | None = None,
     ) -> None:
+        self._num_steps = num_steps
         self._config, self._link, self._rank = config, link, rank
         self._evaluations, self._directory, self._nonce = evaluations, directory, nonce
         self._begin, self._snapshots = begin, snapshots
@@ -139,9 +141,12 @@ class RankSaves:
         self._is_due = self._is_snapshot_due = False
         self._began_s: dict[int, float] = {}  # when the save of a step began
 
-    def prepare(self) -> None:
-        """See ``CheckpointSaver``."""
-        self._saver.prepare()
+    def prepare(self, step: int) -> None:
+        """Prepare after ``step`` for copies, if any come; the state at the end of the run is written without."""
+        every = self._config.every_steps if self._snapshots is None else self._snapshots.every_steps
+        next_step = step if not step % every else step - step % every + every
+        if next_step < self._num_steps:
+            self._saver.prepare()
 
     def after_unit(self, unit: Unit, health: Health, is_last: bool) -> None:
         """Save what is due; collective. is_last: no unit follows, so a checkpoint comes anyway."""
@@ -154,7 +159,7 @@ class RankSaves:
             if health.may_save(unit.step):
                 self._begin("a checkpoint")
                 keep = None if self._snapshots is None or is_last else self._snapshots.keep
-                self._save(unit.step, keep)
+                self._save(unit.step, keep, in_place=is_last)
                 self._is_due = self._is_snapshot_due = False
         elif self._snapshots is not None and self._is_snapshot_due and not is_last:
             self._begin("a snapshot")
@@ -169,7 +174,7 @@ class RankSaves:
         """
         problem = None
         for _ in range(2):
-            self._save(step)
+            self._save(step, in_place=True)
             if (problem := self._saver.wait()) is None:
                 return
         raise CheckpointError(
@@ -182,11 +187,12 @@ class RankSaves:
         self._saver.wait()
         return self._saver.step
 
-    def _save(self, step: int, keep: Keep | None = None) -> None:
+    def _save(self, step: int, keep: Keep | None = None, *, in_place: bool = False) -> None:
         """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step > self._saver.step:
             self._began_s[step] = time.monotonic()
-            self._saver.save(step, temporary_directory(self._directory, step, self._nonce), keep)
+            directory = temporary_directory(self._directory, step, self._nonce)
+            self._saver.save(step, directory, keep, in_place=in_place)
 
     def _report(self, step: int, directory: Path, problem: str | None) -> None:
         """Tell the driver how a save ended; called in the thread that wrote."""

@@ -76,15 +76,17 @@ class CheckpointSaver:
         self.wait()
         self._begin(partial(self._buffers.reserve, self._take(None).tensors))
 
-    def save(self, step: int, directory: Path, keep: Keep | None = None) -> None:
+    def save(self, step: int, directory: Path, keep: Keep | None = None, *, in_place: bool = False) -> None:
         """Save the state after ``step`` into ``directory``; waits for the save before. The state may then change.
 
         keep: keeps the same snapshot in memory before it is written; None: nobody.
+        in_place: write the state without a copy; it must not change until ``wait`` returns.
         Raises what ended the save before, unless it was an error of the file system; that was reported.
         """
         self.wait()
         self._step = step
-        self._start(step, "checkpoint_copy", partial(self._save, step, directory, keep))
+        buffers = None if in_place else self._buffers
+        self._start(step, "checkpoint_copy", partial(self._save, step, directory, keep), buffers)
 
     def is_free(self) -> bool:
         """Whether no rank is writing; training must not wait for that. Then all of this rank's work has ended.
@@ -100,7 +102,7 @@ class CheckpointSaver:
 
     def keep(self, step: int, keep: Keep) -> None:
         """Keep the state after ``step`` in memory; call it only if ``is_free``."""
-        self._start(step, "snapshot_copy", partial(self._keep, step, keep))
+        self._start(step, "snapshot_copy", partial(self._keep, step, keep), self._buffers)
 
     def wait(self) -> str | None:
         """Wait for the save that is under way; returns why the last save failed, or None. Raises as ``save``."""
@@ -116,10 +118,10 @@ class CheckpointSaver:
         self._step = self._saved_step
         return problem
 
-    def _start(self, step: int, span: str, work: Callable[[Snapshot], str | None]) -> None:
-        """Take a snapshot and begin to work on it. span: name of the copy's."""
+    def _start(self, step: int, span: str, work: Callable[[Snapshot], str | None], buffers: HostBuffers | None) -> None:
+        """Take a snapshot, into ``buffers`` if there are any, and begin to work on it. span: name of the copy's."""
         started_s = time.monotonic()
-        snapshot = self._take(self._buffers)
+        snapshot = self._take(buffers)
         self._record(span, started_s, time.monotonic(), step=step)
         self._begin(partial(work, snapshot))
 

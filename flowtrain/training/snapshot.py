@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from flowtrain.mempool.tiers.page_lock import PageLock
+from flowtrain.mempool.tiers.private_memory import touched_memory, whole_pages
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.checkpoint_format import MODEL, OPTIMIZER
 from flowtrain.training.chunks import ModelChunks
@@ -41,35 +43,45 @@ class HostBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._pages = None if device.type == "cpu" else PageLock(device)
         self._buffers: dict[str, torch.Tensor] = {}
 
-    @torch.no_grad()
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Get memory for copies of tensors and touch it: copies into new memory take several times as long."""
-        self._buffers = {name: self._buffer(name, local_shard(tensor)).zero_() for name, tensor in tensors.items()}
+        shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+        self._buffers = {}  # the old ones go first
+        memory = touched_memory([shard.nbytes for shard in shards.values()], self._pages)
+        self._buffers = {
+            name: torch.from_numpy(array).view(shard.dtype).view(shard.shape)
+            for array, (name, shard) in zip(memory, shards.items(), strict=True)
+        }
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy the local shards of tensors; overwrites the copies of the last call, and returns when it is done."""
-        buffers = {name: self._buffer(name, local_shard(tensor)) for name, tensor in tensors.items()}
+        if not self._fit(tensors):
+            self.reserve(tensors)
         for name, tensor in tensors.items():
-            buffers[name].copy_(local_shard(tensor), non_blocking=True)
+            self._buffers[name].copy_(local_shard(tensor), non_blocking=True)
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._buffers = buffers
-        return buffers
+        return self._buffers
 
-    def _buffer(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        kept = self._buffers.get(name)
-        if kept is not None and (kept.shape, kept.dtype) == (local.shape, local.dtype):
-            return kept
-        return torch.empty(local.shape, dtype=local.dtype, pin_memory=self._device.type != "cpu")
+    def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the memory that is there has these tensors' shapes and types."""
+
+        def kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+            local = local_shard(tensor)
+            return local.shape, local.dtype
+
+        return self._buffers.keys() == tensors.keys() and all(
+            kind(self._buffers[name]) == kind(tensor) for name, tensor in tensors.items()
+        )
 
 
-def copy_nbytes(tensor: torch.Tensor, device: torch.device) -> int:
-    """Host memory that a copy of a tensor's local shard takes; torch rounds page-locked memory up to a power of two."""
-    nbytes = local_shard(tensor).nbytes
-    return nbytes if device.type == "cpu" or not nbytes else 1 << (nbytes - 1).bit_length()
+def copy_nbytes(tensor: torch.Tensor) -> int:
+    """Host memory that a copy of a tensor's local shard takes."""
+    return whole_pages(local_shard(tensor).nbytes)
 
 
 def take_snapshot(

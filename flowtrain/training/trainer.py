@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +273,7 @@ class Trainer:
 
     def copy_nbytes(self) -> int:
         """Host memory that the copies of a snapshot take, once the optimizer has its state."""
-        return self._with_optimizer(partial(copy_nbytes, device=self.group.device))
+        return self._with_optimizer(copy_nbytes)
 
     def state_nbytes(self) -> int:
         """Bytes of this rank's trained weights and optimizer state."""

@@ -23,6 +23,7 @@ from flowtrain.types.memory import MemoryFile
 from flowtrain.types.plan import Degrees, Unit, UnitKind
 
 NOTHING = Snapshot({}, {}, {})
+NUM_STEPS = 13
 
 
 class FakeSaver:
@@ -32,11 +33,18 @@ class FakeSaver:
         self.step = self.now = 0
         self.saved: list[int] = []
         self.kept: list[int] = []
+        self.in_place: list[int] = []
+        self.prepared = 0
         self._busy = busy
 
-    def save(self, step: int, directory: Path, keep: Keep | None = None) -> None:
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def save(self, step: int, directory: Path, keep: Keep | None = None, *, in_place: bool = False) -> None:
         self.step = step
         self.saved.append(step)
+        if in_place:
+            self.in_place.append(step)
         if keep is not None:
             self.keep(step, keep)
 
@@ -96,12 +104,13 @@ def saves_of(
     evaluations: tuple[EvalRounds, ...] = (),
     busy: frozenset[int] = frozenset(),
     keeper: Any = None,
+    every_steps: int | None = None,
 ) -> tuple[RankSaves, FakeSaver, FakeLink]:
     link, saver = FakeLink(), FakeSaver(set(busy))
     keeper = SnapshotKeeper() if keeper is None else keeper
     snapshots = Snapshots(2, FakeTrainer(), group, link, keeper, "state")  # type: ignore[arg-type]
     saves = RankSaves(
-        CheckpointConfig(every_steps=6, snapshot_every_steps=2),
+        CheckpointConfig(every_steps=every_steps or 6, snapshot_every_steps=2 if every_steps is None else None),
         lambda report: saver,  # type: ignore[arg-type, return-value]
         link,  # type: ignore[arg-type]
         0,
@@ -109,7 +118,8 @@ def saves_of(
         Path("unused"),
         "nonce",
         lambda what: None,
-        snapshots,
+        NUM_STEPS,
+        snapshots if every_steps is None else None,
     )
     return saves, saver, link
 
@@ -169,6 +179,28 @@ def test_before_the_last_checkpoint_no_snapshot_is_taken(group: BackboneGroup) -
     saves, saver, _ = saves_of(group)
     run(saves, saver, 6, is_last=6)
     assert saver.kept == [2, 4] and saver.saved == [6]
+
+
+def test_training_has_no_copies_of_the_state_that_it_ends_with(group: BackboneGroup) -> None:
+    saves, saver, _ = saves_of(group)
+    run(saves, saver, 6, is_last=6)
+    assert saver.in_place == [6], "no step changes it any more"
+    saves, saver, _ = saves_of(group)
+    run(saves, saver, 7)
+    saves.at_end(7)
+    assert saver.saved == [6, 7] and saver.in_place == [7]
+
+
+@pytest.mark.parametrize(("every_steps", "is_prepared"), [(None, True), (1, True), (12, True), (13, False)])
+def test_memory_for_copies_is_got_if_a_copy_comes(
+    group: BackboneGroup, every_steps: int | None, is_prepared: bool
+) -> None:
+    saves, saver, _ = saves_of(group, every_steps=every_steps)
+    saves.prepare(1)
+    assert bool(saver.prepared) is is_prepared
+    saves, saver, _ = saves_of(group, every_steps=every_steps)
+    saves.prepare(NUM_STEPS)
+    assert not saver.prepared
 
 
 def test_a_snapshot_waits_for_the_evaluations_of_its_step(group: BackboneGroup) -> None:

@@ -128,6 +128,32 @@ def test_the_memory_of_a_killed_owner_is_lost(sleeper: subprocess.Popen[bytes]) 
             read(lent)
 
 
+@pytest.mark.parametrize("ending", ["drop", "close"])
+def test_what_torch_left_of_a_killed_owner_is_cleared_away(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(hbm, "_SHARED_FILES", tmp_path)
+    monkeypatch.setattr(HbmRegion, "_import", lambda self, export: torch.empty(0))
+    own, other = tmp_path / f"torch_{sleeper.pid}_7_0", tmp_path / "torch_12_345_6"
+    own.touch()
+    other.touch()
+    lent = device_export(started_ticks=started_ticks(sleeper.pid), counter_file=b"/" + own.name.encode())
+
+    def let_go(device: DeviceExport) -> None:
+        region = HbmRegion(ACCELERATOR)
+        region.tensor(export(device, sleeper.pid))
+        region.drop(OWNER) if ending == "drop" else region.close()
+
+    let_go(lent)
+    assert own.exists(), "its owner lives"
+    sleeper.kill()
+    sleeper.wait(20)
+    let_go(replace(lent, counter_file=b"/torch_12_345_6"))
+    assert other.exists(), "a file of another process"
+    let_go(lent)
+    assert not own.exists()
+
+
 def test_a_process_with_a_dead_owners_pid_is_not_taken_for_it(sleeper: subprocess.Popen[bytes]) -> None:
     earlier = export(device_export(started_ticks=(started_ticks(sleeper.pid) or 0) - 1), sleeper.pid)
     with pytest.raises(OwnerLostError, match="is gone with its process"):
@@ -234,11 +260,12 @@ class Ledger:
         self.events: list[str] = []
         self.changed = threading.Condition()
 
-    def lock(self, address: int, nbytes: int) -> None:
+    def lock(self, address: int, nbytes: int) -> bool:
         with self.changed:
             self.locked[address] = nbytes
             self.events.append(f"lock {nbytes}")
             self.changed.notify_all()
+        return True
 
     def unlock(self, address: int) -> None:
         nbytes = self.locked.pop(address, None)

@@ -5,6 +5,7 @@ A run's ranks train all its cases in turn, since starting them takes longer than
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -220,7 +221,8 @@ def test_the_optimizer_has_what_is_trained(group: BackboneGroup) -> None:
     held = [each for groups in trainer.optimizer.param_groups for each in groups["params"]]
     named = {parameter: name for name, parameter in trainer.model.named_parameters()}
     assert {named[each] for each in held} == trained_names(replace(FAMILY, freeze=SCATTERED))
-    assert trainer.copy_nbytes() == 3 * sum(each.to_local().nbytes for each in held), "a weight and two moments"
+    pages = sum(-(-each.to_local().nbytes // mmap.PAGESIZE) for each in held)
+    assert trainer.copy_nbytes() == 3 * mmap.PAGESIZE * pages, "a weight and two moments"
 
 
 def test_a_checkpoint_of_another_choice_is_refused(tmp_path: Path, group: BackboneGroup) -> None:

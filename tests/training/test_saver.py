@@ -150,6 +150,13 @@ def test_the_memory_of_the_first_save_is_there_before_it(tmp_path, trainer, monk
     assert len(reserved) == 1, "nothing is copied"
 
 
+def test_a_state_that_does_not_change_is_written_without_a_copy(tmp_path, trainer):
+    seen = []
+    beside = make_saver(trainer, write=lambda directory, snapshot: seen.append(snapshot.copies))
+    beside.save(1, tmp_path, in_place=True)
+    assert beside.wait() is None and seen == [None] and beside.step == 1
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_snapshot_is_kept_before_its_checkpoint_is_written_and_alone(tmp_path, trainer, background):
     goes_on, done = threading.Event(), []

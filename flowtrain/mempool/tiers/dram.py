@@ -12,7 +12,6 @@ import os
 import threading
 import weakref
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from flowtrain.errors import OwnerLostError, ResourceError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.memory_file import open_memory
 from flowtrain.mempool.tiers import virtual_memory
+from flowtrain.mempool.tiers.virtual_memory import Pages
 from flowtrain.types.memory import MemoryFile, SegmentExport
 
 logger = logging.getLogger(__name__)
@@ -31,16 +31,6 @@ _MAX_NAME = 240
 def segment_name(run_id: str, process_index: int) -> str:
     """Return the memfd's name, unique if ``run_id`` is; ``/proc/<pid>/maps`` and ``/proc/<pid>/fd`` show it."""
     return f"flowtrain-{run_id}-{process_index}"
-
-
-class Pages(Protocol):
-    """Page-locks mappings, as ``tiers.page_lock.PageLock`` does."""
-
-    def lock(self, address: int, nbytes: int) -> None:
-        """Lock the pages of a mapping."""
-
-    def unlock(self, address: int) -> None:
-        """Unlock the pages, before they are unmapped; they need not be locked."""
 
 
 class DramSegment:

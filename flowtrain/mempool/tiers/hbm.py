@@ -2,7 +2,7 @@
 
 Only this file and ``page_lock`` name the runtime: CUDA, with the calls by which ``torch.multiprocessing`` shares a
 storage (torch 2.11 to 2.13). Nothing is unpickled: peers send a ``DeviceExport``, which is checked before it is used.
-This has not run on a device yet; ``scripts/check_hbm.py`` tries it on one.
+``scripts/check_hbm.py`` tries it on a device (docs/results/gpu.md).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _RUNTIME = "cuda"
 _HANDLE_NBYTES = range(64, 1 << 16)  # the runtime's handle of 64 bytes, and the bytes that torch puts before it
 _COUNTERS = 10_000  # in one of torch's files of reference counters
 _COUNTER_FILE = re.compile(rb"/torch_[0-9_]{1,200}")
+_SHARED_FILES = Path("/dev/shm")
 _STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/<pid>/stat, counted after the name
 
 
@@ -90,6 +91,7 @@ class HbmRegion:
         self._device = device
         self._lock = threading.Lock()
         self._tensors: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, SegmentExport] = {}
 
     def tensor(self, export: SegmentExport) -> torch.Tensor:
         """Return a peer's bound bytes, uint8. They are valid while the peer lives: copy them, then ``check_owner``.
@@ -99,6 +101,7 @@ class HbmRegion:
         with self._lock:
             tensor = self._tensors.get(export.process_index)
             if tensor is None:
+                self._seen[export.process_index] = export
                 tensor = self._tensors[export.process_index] = self._import(export)
             return tensor
 
@@ -114,11 +117,24 @@ class HbmRegion:
         """Let go of a segment whose owner is gone."""
         with self._lock:
             self._tensors.pop(process_index, None)
+            self._clear_away(process_index)
 
     def close(self) -> None:
         """Let go of all segments."""
         with self._lock:
             self._tensors.clear()
+            for process_index in list(self._seen):
+                self._clear_away(process_index)
+
+    def _clear_away(self, process_index: int) -> None:
+        """Remove the file of counters that torch left if the owner was killed; it removes the file at a proper end."""
+        export = self._seen.pop(process_index, None)
+        if export is None:
+            return
+        found = checked_export(export)
+        owner, name = f"torch_{export.pid}_", found.counter_file.decode().removeprefix("/")
+        if name.startswith(owner) and started_ticks(export.pid) != found.started_ticks:
+            (_SHARED_FILES / name).unlink(missing_ok=True)
 
     def _import(self, export: SegmentExport) -> torch.Tensor:
         self.check_owner(export)

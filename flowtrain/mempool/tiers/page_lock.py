@@ -23,8 +23,8 @@ class PageLock:
         self._lock = threading.RLock()  # a mapping may end, and be unlocked, at any moment
         self._locked: set[int] = set()
 
-    def lock(self, address: int, nbytes: int) -> None:
-        """Lock a mapping's pages, which touches them all.
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock a mapping's pages, which touches them all; returns whether they are locked.
 
         Call it in a thread that starts no kernels: the runtime reports a refusal again at the thread's next kernel.
         """
@@ -32,14 +32,15 @@ class PageLock:
             error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _ALL_DEVICES)
             if int(error) == 0:
                 self._locked.add(address)
-                return
+                return True
         logger.warning(
-            "%d bytes of pool memory cannot be page-locked, so copies between them and %s are slower: "
+            "%d bytes of host memory cannot be page-locked, so copies between them and %s are slower: "
             "cudaHostRegister reports %s",
             nbytes,
             self._device,
             torch.cuda.CudaError(int(error)),
         )
+        return False
 
     def unlock(self, address: int) -> None:
         """Unlock a mapping's pages, before it is unmapped; they need not be locked."""

@@ -8,6 +8,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,16 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Pages(Protocol):
+    """Page-locks mappings, as ``tiers.page_lock.PageLock`` does."""
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock the pages of a mapping; returns whether they are locked."""
+
+    def unlock(self, address: int) -> None:
+        """Unlock the pages, before they are unmapped; they need not be locked."""
 
 
 def reserve(nbytes: int) -> int:
@@ -54,6 +65,22 @@ def map_file(fd: int, nbytes: int, *, writable: bool, address: int | None = None
         if address is None:
             unmap(start, nbytes)
         raise
+
+
+def map_private(nbytes: int) -> int:
+    """Map new memory that this process alone sees; returns its address, aligned for huge pages. Raises OSError.
+
+    Pages become huge ones where the host allows that on request.
+    """
+    start = _reserve(nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    try:
+        address = _map(start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
+    except OSError:
+        unmap(start, nbytes)
+        raise
+    _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a refusal costs only speed
+    return address
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -221,6 +221,7 @@ class BackboneRank:
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
+            self._diary.begin("its first question to the coordinator", may_last=True)
             goes_on = self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, first_unit))
             while goes_on:
                 step, goes_on = self._run_unit(prefetcher)

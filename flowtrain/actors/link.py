@@ -77,11 +77,15 @@ class RayLink(CoordinatorLink):
     On the coordinator's own node questions go over a socket, on others through Ray.
 
     generation: of the backbone that asks; None: not a rank of it.
+    patience_s: the longest wait for an answer; kept in this process alone.
     """
 
-    def __init__(self, coordinator: ActorHandle, generation: int | None = None) -> None:
+    def __init__(
+        self, coordinator: ActorHandle, generation: int | None = None, patience_s: float = ANSWER_MARGIN_S
+    ) -> None:
         self._coordinator = coordinator
         self._generation = generation
+        self._patience_s = patience_s
         self._opening = threading.Lock()
         self._is_open = False
         self._asker: Asker | None = None
@@ -105,7 +109,7 @@ class RayLink(CoordinatorLink):
         except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
             name = question.__name__
             raise CoordinatorSilentError(
-                f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s"
+                f"the coordinator did not answer ({name}) within {self._patience_s:g} s"
             ) from error
         except FailedQuestion as failed:
             raise failed.error from RemoteTraceback(failed.traceback)
@@ -120,16 +124,16 @@ class RayLink(CoordinatorLink):
 
     def _through_ray(self, packed: bytes) -> bytes:
         reference: ray.ObjectRef[bytes] = self._coordinator.answer.remote(packed)
-        answer: bytes = ray.get(reference, timeout=ANSWER_MARGIN_S)
+        answer: bytes = ray.get(reference, timeout=self._patience_s)
         return answer
 
     def _opened(self) -> Asker | None:
         with self._opening:
             if not self._is_open:
                 reference: ray.ObjectRef[SocketOffer | None] = self._coordinator.offer.remote(self.node_id)
-                offer = ray.get(reference, timeout=ANSWER_MARGIN_S)
+                offer = ray.get(reference, timeout=self._patience_s)
                 try:
-                    self._asker = Asker(offer, ANSWER_MARGIN_S) if offer is not None else None
+                    self._asker = Asker(offer, self._patience_s) if offer is not None else None
                 except OSError as error:  # of one node, but in containers that share no sockets
                     logger.info("questions to the coordinator go through Ray: %s", error)
                 self._is_open = True

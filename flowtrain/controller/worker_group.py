@@ -246,7 +246,7 @@ def start_actors(
     Actors whose spec waits are started by ``WorkerGroup.start_waiting``.
     """
     waiting = tuple(spec.name for spec in specs if spec.waits)
-    link, launcher = RayLink(coordinator), classes.launcher
+    link, launcher = RayLink(coordinator, patience_s=config.limits.coordinator_timeout_s), classes.launcher
     workers = WorkerGroup(coordinator, link, waits=frozenset(waiting), waiting=waiting, launcher=launcher)
     stored = ray.put(indexes)  # once, not for each feeder
     try:

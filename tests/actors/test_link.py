@@ -20,6 +20,9 @@ from flowtrain.flow.api import CoordinatorApi
 from tests.actors.elsewhere import Elsewhere
 
 
+PATIENCE_S = 7.5
+
+
 def task_error(cause: BaseException) -> BaseException:
     error = ray.exceptions.RayTaskError("lease", "remote traceback", cause, proctitle="x", pid=1, ip="127.0.0.1")
     return error.as_instanceof_cause()
@@ -35,10 +38,10 @@ class World:
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "other-node"))
         answer = SimpleNamespace(remote=lambda question: self.sent.append(pickle.loads(question)))
         offer = SimpleNamespace(remote=lambda node_id: node_id)
-        self.link = RayLink(SimpleNamespace(answer=answer, offer=offer))
+        self.link = RayLink(SimpleNamespace(answer=answer, offer=offer), patience_s=PATIENCE_S)
 
     def _get(self, ref: Any, timeout: float | None = None) -> Any:
-        assert timeout is not None, "no wait without a timeout"
+        assert timeout == PATIENCE_S, "no wait without a timeout"
         if ref == "other-node":
             return None
         if isinstance(self.answer, BaseException):
@@ -91,7 +94,7 @@ def test_a_coordinator_that_is_gone_or_silent_is_reported(world: World) -> None:
     with pytest.raises(WorkerLostError, match="the coordinator died"):
         world.link.ask(CoordinatorApi.lease)
     world.answer = ray.exceptions.GetTimeoutError("late")
-    with pytest.raises(StallError, match=r"did not answer \(lease\)"):
+    with pytest.raises(StallError, match=r"did not answer \(lease\) within 7\.5 s"):
         world.link.ask(CoordinatorApi.lease)
 
 

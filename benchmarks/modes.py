@@ -162,11 +162,20 @@ def benches(args: argparse.Namespace, scratch: Path) -> list[tuple[Bench, dict[s
     return [(Bench(each.label, each.workloads, steps), each.mixes) for each in prepared]
 
 
+def given_settings(texts: list[str]) -> dict[str, tuple[str, ...]]:
+    """Settings by variant, from ``VARIANT:KEY=VALUE``."""
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, setting = text.partition(":")
+        found[name] = (*found.get(name, ()), setting)
+    return found
+
+
 def measure(bench: Bench, mixes: dict[str, Mix], args: argparse.Namespace) -> list[Figure]:
     """All figures of one model."""
     chosen = [each for each in VARIANTS if not args.modes or each.name in args.modes]
     first = args.mixes[0]
-    best = bench.best_settings(first) if args.search else {}
+    best = bench.best_settings(first) if args.search else given_settings(args.settings)
     variants = [replace(each, overrides=(*each.overrides, *best.get(each.name, ()))) for each in chosen]
     figures = []
     for name in args.mixes:
@@ -189,6 +198,7 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--modes", nargs="+", choices=[each.name for each in VARIANTS], help="default: all")
     parser.add_argument("--search", action="store_true", help="search the baselines' best settings first")
+    parser.add_argument("--settings", nargs="+", default=[], metavar="VARIANT:KEY=VALUE", help="as a search found")
     parser.add_argument("--quick", action="store_true", help="short runs of the quickstart's model on one mix")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

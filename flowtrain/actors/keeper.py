@@ -1,28 +1,49 @@
-"""Keeps snapshots of a node's backbone ranks in memory, so that they outlive the ranks."""
+"""Keeps snapshots of a node's backbone ranks in memory, and copies of another node's, so that they outlive both."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 
 from flowtrain.errors import SnapshotLostError
+from flowtrain.mempool.host import host_memory
 from flowtrain.mempool.memory_file import open_memory
+from flowtrain.training.saver import HOST_MEMORY_SHARE
 from flowtrain.types.memory import MemoryFile
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""How long a keeper may take to answer; it only opens and closes files of memory."""
+"""How long a keeper may take to answer; it only opens, closes and reads files of memory."""
+NUM_THREADS = 4
+"""Of a keeper's actor: ranks are answered while it copies."""
+_CHUNK_NBYTES = 32 << 20
+_CHUNKS_AHEAD = 4
+
+
+class Source(Protocol):
+    """A keeper of another node, from which copies are made; each method raises SnapshotLostError."""
+
+    def describe(self, rank: int, step: int) -> tuple[str, int]:
+        """Return the name of a snapshot's memory, and its bytes."""
+
+    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[np.ndarray]:
+        """Yield a snapshot's bytes in order."""
 
 
 class SnapshotKeeper:
-    """Holds the memory of the last complete snapshot of each rank, and of the one that is being taken."""
+    """Holds the memory of the last complete snapshot of each rank, and of the one that is being taken. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: dict[int, dict[int, MemoryFile]] = {}  # by rank, by step
+        self._lock = threading.RLock()
+        self._num_cuts = 0
 
     def make_room(self, rank: int, complete: int | None) -> None:
         """Close all memory of a rank but that of the step ``complete``."""
@@ -33,31 +54,103 @@ class SnapshotKeeper:
         fd = open_memory(file)
         if isinstance(fd, str):
             raise SnapshotLostError(f"the node's keeper of snapshots cannot open the memory of rank {rank}: {fd}")
-        self._close(rank, lambda each: each == step)
-        self._files.setdefault(rank, {})[step] = MemoryFile(os.getpid(), fd, file.name)
+        self._put(rank, step, MemoryFile(os.getpid(), fd, file.name))
 
     def completed(self, step: int) -> None:
         """Close the memory of earlier steps: all ranks have this one."""
-        for rank in self._files:
-            self._close(rank, lambda each: each < step)
+        with self._lock:
+            for rank in self._files:
+                self._close(rank, lambda each: each < step)
 
     def keep_only(self, step: int | None) -> None:
-        """Close the memory of all other steps, which are done again."""
-        for rank in self._files:
-            self.make_room(rank, step)
+        """Close the memory of all other steps, which are done again; what is being copied now is not kept."""
+        with self._lock:
+            self._num_cuts += 1
+            for rank in self._files:
+                self.make_room(rank, step)
 
     def steps(self) -> dict[int, tuple[int, ...]]:
         """Return the steps after which a rank's state is here, by rank."""
-        return {rank: tuple(files) for rank, files in self._files.items()}
+        with self._lock:
+            return {rank: tuple(files) for rank, files in self._files.items()}
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """Return where a rank's snapshot lies; None: not here."""
-        return self._files.get(rank, {}).get(step)
+        with self._lock:
+            return self._files.get(rank, {}).get(step)
+
+    def copy_from(self, handle: ActorHandle, ranks: Sequence[int], step: int) -> None:
+        """Copy what another keeper holds of some ranks. Raises SnapshotLostError."""
+        self.copy(RayKeeper(handle), ranks, step)
+
+    def copy(self, source: Source, ranks: Sequence[int], step: int) -> None:
+        """See ``copy_from``."""
+        num_cuts = self._num_cuts
+        for rank in ranks:
+            if self.find(rank, step) is not None:
+                continue
+            file = _copied(source, rank, step)
+            with self._lock:
+                if num_cuts != self._num_cuts:
+                    os.close(file.fd)
+                    raise SnapshotLostError(f"the run went back while the snapshot of step {step} was copied")
+                self._put(rank, step, file)
+
+    def describe(self, rank: int, step: int) -> tuple[str, int]:
+        """Return the name of a snapshot's memory, and its bytes. Raises SnapshotLostError if it is not here."""
+        with self._lock:
+            file = self._found(rank, step)
+            return file.name, os.fstat(file.fd).st_size
+
+    def read(self, rank: int, step: int, offset: int, nbytes: int) -> np.ndarray:
+        """Return bytes of a snapshot, uint8. Raises SnapshotLostError if it is not here any more."""
+        with self._lock:
+            fd = os.dup(self._found(rank, step).fd)  # the memory may be closed meanwhile
+        try:
+            return np.frombuffer(os.pread(fd, nbytes, offset), np.uint8)
+        finally:
+            os.close(fd)
+
+    def _found(self, rank: int, step: int) -> MemoryFile:
+        file = self.find(rank, step)
+        if file is None:
+            raise SnapshotLostError(f"the snapshot of rank {rank} after step {step} is not there any more")
+        return file
+
+    def _put(self, rank: int, step: int, file: MemoryFile) -> None:
+        with self._lock:
+            self._close(rank, lambda each: each == step)
+            self._files.setdefault(rank, {})[step] = file
 
     def _close(self, rank: int, is_closed: Callable[[int], bool]) -> None:
-        files = self._files.get(rank, {})
-        for step in [each for each in files if is_closed(each)]:
-            os.close(files.pop(step).fd)
+        with self._lock:
+            files = self._files.get(rank, {})
+            for step in [each for each in files if is_closed(each)]:
+                os.close(files.pop(step).fd)
+
+
+def _copied(source: Source, rank: int, step: int) -> MemoryFile:
+    """Copy a rank's snapshot into new memory of this process."""
+    name, nbytes = source.describe(rank, step)
+    free = host_memory().available_nbytes
+    if nbytes > HOST_MEMORY_SHARE * free:
+        raise SnapshotLostError(
+            f"a copy of rank {rank}'s snapshot needs {nbytes:,} bytes, more than half of the {free:,} bytes of memory "
+            "that are free there"
+        )
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as memory:
+            for chunk in source.chunks(rank, step, nbytes):
+                memory.write(chunk.data)
+        if (found := os.fstat(fd).st_size) != nbytes:
+            raise SnapshotLostError(f"{found:,} of {nbytes:,} bytes of rank {rank}'s snapshot were copied")
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise SnapshotLostError(f"a copy of rank {rank}'s snapshot cannot be written: {error}") from error
+        raise
+    return MemoryFile(os.getpid(), fd, name)
 
 
 class Keeper(Protocol):
@@ -90,6 +183,20 @@ class RayKeeper:
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """See ``Keeper``."""
         return _answer(self._handle.find.remote(rank, step))
+
+    def describe(self, rank: int, step: int) -> tuple[str, int]:
+        """See ``Source``."""
+        return _answer(self._handle.describe.remote(rank, step))
+
+    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[np.ndarray]:
+        """See ``Source``; some chunks are under way at a time."""
+        calls: deque[ray.ObjectRef[np.ndarray]] = deque()
+        for offset in range(0, nbytes, _CHUNK_NBYTES):
+            calls.append(self._handle.read.remote(rank, step, offset, min(_CHUNK_NBYTES, nbytes - offset)))
+            if len(calls) == _CHUNKS_AHEAD:
+                yield _answer(calls.popleft())
+        while calls:
+            yield _answer(calls.popleft())
 
 
 def _answer(call: ray.ObjectRef[T]) -> T:

@@ -14,6 +14,7 @@ from flowtrain.controller import worker_group
 from flowtrain.controller.following import run_started
 from flowtrain.controller.hang_watch import Hang, HangWatch
 from flowtrain.controller.history import History
+from flowtrain.controller.lost_nodes import NodeWatch
 from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import memory_shortage
 from flowtrain.controller.producer_watch import ProducerWatch
@@ -54,6 +55,7 @@ class GroupRun:
         self._stream = stream
         self._display = display
         self._stop = stop
+        self._nodes = NodeWatch(run.group, stream.warn, stream.note)
 
     def run(self, classes: ActorClasses, may_be_lost: bool, again: Callable[[], None] | None) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early.
@@ -135,7 +137,9 @@ class GroupRun:
             self._history.recorder.restarted(restart.name, role, restart.reason)
 
         limits, note = self._config.limits, self._stream.note
-        return Watcher(self._actors, self._state, limits, self._take, note, self._stop, restarted)
+        watcher = Watcher(self._actors, self._state, limits, self._take, note, self._stop, restarted)
+        watcher.on_turn = self._nodes.poll
+        return watcher
 
     def _start_loops(self, is_first: bool) -> None:
         self._actors.run_producers()
@@ -165,7 +169,8 @@ class GroupRun:
 
     def _start_backbone(self) -> RankStart:
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
-        results = partial(self._watcher.results, deadline_s=deadline_s, what="starting the backbone")
+        what, hint = "starting the backbone", lambda: self._nodes.reason
+        results = partial(self._watcher.results, deadline_s=deadline_s, what=what, hint=hint)
         settings, evaluations = self._config.backbone, self._run_spec.evaluations
         history, keepers = self._history, self._history.keepers
         kept_by = keepers.for_ranks if keepers.is_on else None
@@ -203,6 +208,8 @@ class GroupRun:
 
     def _on_turn(self, desk: TraceDesk) -> None:
         desk.poll()
+        self._nodes.poll()
+        self._history.keepers.poll()
         if self._config.emulation is None:  # an emulated device waits as long as its cost says
             self._hangs.poll()
             self._producer_hangs.poll()
@@ -211,7 +218,7 @@ class GroupRun:
         """Start the backbone again from where its state is, and have the steps after it done again."""
         self._history.lost()
         self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again")
-        self._watcher.on_turn = lambda: None  # there is nobody to ask
+        self._watcher.on_turn = self._nodes.poll  # there is no rank to ask
         limit_s, ranks = self._config.limits.stop_timeout_s, tuple(self._actors.of_role(Role.BACKBONE))
         self._actors.end_backbone(limit_s)
         worker_group.wait_until_ended(self._config, ranks, limit_s)

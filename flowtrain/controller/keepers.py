@@ -1,8 +1,9 @@
-"""The actors that keep snapshots of the backbone in their nodes' memory; they outlive the ranks."""
+"""The actors that keep snapshots of the backbone in their nodes' memory, and copies of other nodes' snapshots."""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flowtrain.actors.keeper import ANSWER_S, RayKeeper
+from flowtrain.actors.keeper import ANSWER_S, NUM_THREADS, RayKeeper
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.worker_group import ActorClasses, namespace_of
 
@@ -18,13 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class Keepers:
-    """One keeper on each node that has ranks, from their first start to the end of the run."""
+    """One keeper on each node that has ranks, from their first start to the end of the run.
+
+    A snapshot that is complete is copied once more: each node's by the next node's keeper. Only then earlier snapshots
+    are given up. If one node has all ranks, any other node of the cluster keeps the copy.
+    """
 
     def __init__(self, config: RunConfig, classes: ActorClasses) -> None:
         self._config, self._classes = config, classes
         self._handles: dict[str, ActorHandle] = {}  # by node
         self._nodes: dict[int, str] = {}  # by rank
         self._num_started = 0
+        self._start_step: int | None = None  # of the snapshot from which ranks start
+        self._newest: int | None = None  # that is being copied
+        self._copies: dict[ray.ObjectRef[None], str] = {}
+        self._uncopied: set[str] = set()  # nodes of which a copy failed
 
     @property
     def is_on(self) -> bool:
@@ -32,9 +41,15 @@ class Keepers:
         return self._config.checkpoint.snapshot_every_steps is not None and self._config.emulation is None
 
     def for_ranks(self, nodes: Mapping[int, str]) -> dict[int, RayKeeper]:
-        """Return the keeper of each rank's node; one is started where there is none. nodes: their ids, by rank."""
+        """Return the keeper of each rank's node; one is started where there is none. nodes: their ids, by rank.
+
+        A rank that starts on another node than before finds its snapshot there, if any keeper has it.
+        """
         self._nodes = dict(nodes)
-        return {rank: RayKeeper(self._on(node)) for rank, node in nodes.items()}
+        keepers = {rank: RayKeeper(self._on(node)) for rank, node in nodes.items()}
+        if self._start_step is not None:
+            self._bring(self._start_step)
+        return keepers
 
     def _on(self, node: str) -> ActorHandle:
         if node not in self._handles:
@@ -42,27 +57,88 @@ class Keepers:
                 "name": f"snapshots-{self._num_started}",
                 "namespace": namespace_of(self._config),
                 "num_cpus": 0,
+                "max_concurrency": NUM_THREADS,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
             self._num_started += 1
             self._handles[node] = self._classes.launcher.spawn(self._classes.keeper, options)
         return self._handles[node]
 
+    def _bring(self, step: int) -> None:
+        """Copy snapshots to the nodes where their ranks are now; a rank that finds none says so itself."""
+        kept = self._ask(lambda handle: handle.steps.remote())
+        wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank, node in self._nodes.items():
+            sources = [each for each, steps in kept.items() if step in steps.get(rank, ())]
+            if sources and node not in sources:
+                wanted[sources[0], node].append(rank)
+        calls = {
+            self._on(to).copy_from.remote(self._handles[source], ranks, step): to
+            for (source, to), ranks in wanted.items()
+        }
+        done, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._limit_s) if calls else ([], [])
+        for call in done:
+            if (reason := _failure(call)) is not None:
+                logger.warning("node %s has no snapshot of its ranks: %s", calls[call], reason)
+        for call in late:
+            logger.warning("node %s has no snapshot of its ranks within %g s", calls[call], self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._config.limits.start_limit_s
+
     def completed(self, step: int) -> None:
-        """Let all keepers give up what is older than the snapshot after a step, which is complete."""
-        for handle in self._handles.values():
-            handle.completed.remote(step)
+        """Copy the snapshot after a step, which all ranks have; then give up what is older."""
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, node in self._nodes.items():
+            ranks[node].append(rank)
+        self._newest = step
+        self._copies = {}  # those of an earlier snapshot go on, but nobody waits for them
+        for node, own in ranks.items():
+            if node in self._handles and (neighbour := self._neighbour(node, sorted(ranks))) is not None:
+                self._copies[self._on(neighbour).copy_from.remote(self._handles[node], own, step)] = node
+        self.poll()
+
+    def _neighbour(self, node: str, with_ranks: list[str]) -> str | None:
+        """Return the node that copies a node's snapshots; None: the cluster has no other node."""
+        if len(with_ranks) > 1:
+            return with_ranks[(with_ranks.index(node) + 1) % len(with_ranks)]
+        kept_by = sorted(self._handles.keys() - {node})  # so that it stays the same one
+        others = sorted(each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeID"] != node)
+        return next((each for each in (*kept_by, *others) if each in others), None)
+
+    def poll(self) -> None:
+        """Look whether the newest snapshot is copied; never waits."""
+        if self._newest is None:
+            return
+        done, waiting = (
+            ray.wait(list(self._copies), num_returns=len(self._copies), timeout=0) if self._copies else ([], [])
+        )
+        for call in done:
+            node = self._copies.pop(call)
+            reason = _failure(call)
+            if reason is None:
+                self._uncopied.discard(node)
+            elif node not in self._uncopied:
+                self._uncopied.add(node)
+                logger.warning("snapshots of node %s have no copy on another node: %s", node, reason)
+        if not waiting:
+            for handle in self._handles.values():
+                handle.completed.remote(self._newest)
+            self._newest = None
 
     def complete_steps(self) -> set[int]:
-        """Return the steps after which the state of every rank lies on its node."""
-        kept: dict[int, set[int]] = {}
-        for node, steps in self._ask(lambda handle: handle.steps.remote()).items():
-            kept |= {rank: set(own) for rank, own in steps.items() if self._nodes.get(rank) == node}
-        every = [kept.get(rank, set()) for rank in self._nodes]
+        """Return the steps after which the state of every rank lies on some node."""
+        kept: dict[int, set[int]] = defaultdict(set)
+        for steps in self._ask(lambda handle: handle.steps.remote()).values():
+            for rank, own in steps.items():
+                kept[rank] |= set(own)
+        every = [kept[rank] for rank in self._nodes]
         return set.intersection(*every) if every else set()
 
     def keep_only(self, step: int | None) -> None:
         """Let all keepers give up the snapshots of all other steps, and wait until they have."""
+        self._newest, self._copies, self._start_step = None, {}, step
         self._ask(lambda handle: handle.keep_only.remote(step))
 
     def _ask(self, question: Callable[[ActorHandle], ray.ObjectRef[Any]]) -> dict[str, Any]:
@@ -78,7 +154,7 @@ class Keepers:
                     raise ray.exceptions.GetTimeoutError(f"no answer within {ANSWER_S:g} s")
                 answers[node] = ray.get(call)
             except ray.exceptions.RayError as error:
-                logger.warning("the snapshots of node %s are lost: %s", node, str(error).partition("\n")[0])
+                logger.warning("the snapshots of node %s are lost: %s", node, _first_line(error))
                 self._classes.launcher.kill(self._handles.pop(node))
         return answers
 
@@ -87,3 +163,19 @@ class Keepers:
         for handle in self._handles.values():
             self._classes.launcher.kill(handle)
         self._handles.clear()
+        self._newest, self._copies = None, {}
+
+
+def _failure(call: ray.ObjectRef[None]) -> str | None:
+    """Why a call that has ended failed; None: it did not."""
+    try:
+        ray.get(call, timeout=0)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause)
+    except ray.exceptions.RayError as error:
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -91,11 +91,17 @@ class Watcher:
         self.on_turn: Callable[[], None] = lambda: None
         """Called after every wait, a second apart at most; it may not raise."""
 
-    def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
+    def results(
+        self,
+        calls: Mapping[str, ray.ObjectRef[Any]],
+        deadline_s: float,
+        what: str,
+        hint: Callable[[], str] = lambda: "",
+    ) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, BackboneLost, GroupLost, or
-        the error that ends the run.
+        deadline_s: on the monotonic clock. hint: returns what else to say when it has passed.
+        Raises StallError after it, StopRequested, BackboneLost, GroupLost, or the error that ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
         while pending:
@@ -111,8 +117,8 @@ class Watcher:
             if pending and time.monotonic() > deadline_s:
                 raise StallError(
                     f"{what}: {', '.join(sorted(pending.values()))} did not answer within limits.start_timeout_s "
-                    f"({self._limits.start_limit_s:.0f} s); their logs show how far they got; raise it where storage "
-                    "is slow"
+                    f"({self._limits.start_limit_s:.0f} s){hint()}; their logs show how far they got; raise it where "
+                    "storage is slow"
                 )
         return ray.get(list(calls.values()))
 

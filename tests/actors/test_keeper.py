@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import ray
 
+from flowtrain.actors import keeper as keeper_module
 from flowtrain.actors.keeper import SnapshotKeeper
 from flowtrain.errors import SnapshotLostError
-from flowtrain.types.memory import MemoryFile
+from flowtrain.types.memory import HostMemory, MemoryFile
 
 
 def make(content: bytes) -> MemoryFile:
@@ -86,3 +92,92 @@ def test_memory_outlives_its_process() -> None:
     with pytest.raises(SnapshotLostError, match=r"cannot open the memory of rank 3: /proc/\d+/fd/\d+ is "):
         keeper.hold(3, 10, file)
     assert keeper.steps() == {3: (8,)}, "what is there stays"
+
+
+# --- copies of another node's snapshots ------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A keeper on another node, read in chunks of three bytes. before: called before each one."""
+
+    def __init__(self, keeper: SnapshotKeeper, before: Callable[[int], None] = lambda offset: None) -> None:
+        self._keeper, self._before = keeper, before
+
+    def describe(self, rank: int, step: int) -> tuple[str, int]:
+        return self._keeper.describe(rank, step)
+
+    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[np.ndarray]:
+        for offset in range(0, nbytes, 3):
+            self._before(offset)
+            yield self._keeper.read(rank, step, offset, min(3, nbytes - offset))
+
+
+def test_a_copy_outlives_the_node_that_it_is_of() -> None:
+    before, source, keeper = open_files(), SnapshotKeeper(), SnapshotKeeper()
+    for rank in (0, 1, 2):
+        give(source, rank, 10, None)
+    give(keeper, 5, 10, None)
+    keeper.copy(Elsewhere(source), [0, 2], 10)
+    source.keep_only(None)
+    assert keeper.steps() == {5: (10,), 0: (10,), 2: (10,)}
+    assert [content_of(keeper.find(rank, 10)) for rank in (0, 2, 5)] == [b"0 10", b"2 10", b"5 10"]
+    assert open_files() == before + 3
+    keeper.completed(11)
+    assert open_files() == before
+
+
+def test_what_is_here_is_not_copied_again() -> None:
+    keeper = SnapshotKeeper()
+    give(keeper, 0, 10, None)
+    keeper.copy(Elsewhere(SnapshotKeeper()), [0], 10)
+    assert content_of(keeper.find(0, 10)) == b"0 10"
+
+
+def test_a_copy_of_what_is_given_up_meanwhile_is_none() -> None:
+    before, source, keeper = open_files(), SnapshotKeeper(), SnapshotKeeper()
+    give(source, 0, 10, None)
+    with pytest.raises(SnapshotLostError, match="the snapshot of rank 0 after step 10 is not there any more"):
+        keeper.copy(Elsewhere(source, lambda offset: source.keep_only(None)), [0], 10)
+    with pytest.raises(SnapshotLostError, match="rank 0 after step 12 is not there"):
+        keeper.copy(Elsewhere(source), [0], 12)
+    assert keeper.steps() == {} and open_files() == before
+
+
+def test_a_copy_is_not_kept_if_the_run_went_back_meanwhile() -> None:
+    before, source, keeper = open_files(), SnapshotKeeper(), SnapshotKeeper()
+    give(source, 0, 10, None)
+    with pytest.raises(SnapshotLostError, match="the run went back while the snapshot of step 10 was copied"):
+        keeper.copy(Elsewhere(source, lambda offset: keeper.keep_only(8)), [0], 10)
+    assert keeper.steps() == {} and open_files() == before + 1
+
+
+def test_a_copy_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, keeper = SnapshotKeeper(), SnapshotKeeper()
+    give(source, 0, 10, None)
+    monkeypatch.setattr(keeper_module, "host_memory", lambda: HostMemory(100, 7, None, None))
+    with pytest.raises(SnapshotLostError, match=r"needs 4 bytes, more than half of the 7 bytes of memory"):
+        keeper.copy(Elsewhere(source), [0], 10)
+
+
+def test_chunks_come_in_order_with_some_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, under_way, most = SnapshotKeeper(), 0, 0
+    give(source, 0, 10, None)
+
+    def read(*where: int) -> np.ndarray:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        return source.read(*where)
+
+    def get(answer: Any, timeout: float) -> Any:
+        nonlocal under_way
+        under_way -= isinstance(answer, np.ndarray)
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(keeper_module, "_CHUNK_NBYTES", 1)
+    monkeypatch.setattr(keeper_module, "_CHUNKS_AHEAD", 2)
+    handle = SimpleNamespace(read=SimpleNamespace(remote=read), describe=SimpleNamespace(remote=source.describe))
+    keeper = SnapshotKeeper()
+    keeper.copy_from(handle, [0], 10)
+    assert content_of(keeper.find(0, 10)) == b"0 10" and most == 2 and under_way == 0

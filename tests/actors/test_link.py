@@ -19,7 +19,6 @@ from flowtrain.errors import OwnerLostError, StallError, WorkerLostError
 from flowtrain.flow.api import CoordinatorApi
 from tests.actors.elsewhere import Elsewhere
 
-
 PATIENCE_S = 7.5
 
 

@@ -28,8 +28,9 @@ def test_after_a_failed_start_its_snapshots_are_given_up(
     start = ResumePoint(step=4, in_memory=in_memory)
     history = SimpleNamespace(start=start, origin=start.origin, keepers=keepers)
     run_spec = SimpleNamespace(config=make_config(), evaluations=())
-    run: Any = SimpleNamespace(run_spec=run_spec)
-    group = GroupRun(run, history, *[None] * 4)  # type: ignore[arg-type]  # nothing else is asked
+    run: Any = SimpleNamespace(run_spec=run_spec, group=None)
+    stream: Any = SimpleNamespace(warn=None, note=None)
+    group = GroupRun(run, history, None, stream, None, None)  # type: ignore[arg-type]  # nothing else is asked
     group._actors, group._watcher = SimpleNamespace(), SimpleNamespace(results=fails)  # type: ignore[assignment]
     with pytest.raises(type(lost)):
         group._start_backbone()

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import ray
 
-from flowtrain.config.run import RunConfig
 from flowtrain.controller import history
 from flowtrain.controller.history import History
-from flowtrain.controller.keepers import Keepers
 from flowtrain.controller.resume import ResumePoint
-from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import RunFileError
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.types.events import SnapshotKept
 from flowtrain.types.plan import StateOrigin
 from flowtrain.types.samples import SamplerState
-from tests.controller.fake_ray import FakeRay, Ref
-from tests.training.ranks import make_config
 
 
 class FakeKeepers:
@@ -116,62 +109,3 @@ def test_a_snapshot_that_the_files_do_not_reach_is_not_used(world: World, caplog
     world.history.go_back()
     assert world.history.start.origin == StateOrigin(checkpoint="step")
     assert "the snapshot of step 6 is not used: No space left" in caplog.text
-
-
-# --- keepers ---------------------------------------------------------------------------------------------------------
-
-
-class FakeKeeper:
-    """A keeper's handle. kept: steps by rank, the error of a dead one, or ... for one that does not answer."""
-
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-        self.steps = SimpleNamespace(remote=self._ask)
-
-    def _ask(self) -> Ref:
-        ref = Ref("steps")
-        if self.kept is not ...:
-            ref.finish(self.kept)
-        return ref
-
-
-def test_a_snapshot_is_complete_if_each_rank_finds_its_own_on_its_node(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    spawned: list[FakeKeeper] = []
-    killed: list[FakeKeeper] = []
-
-    def spawn(actor_class: type, options: dict[str, Any]) -> FakeKeeper:
-        spawned.append(FakeKeeper({}))
-        return spawned[-1]
-
-    launcher = SimpleNamespace(spawn=spawn, kill=killed.append)
-    FakeRay(monkeypatch)
-    keepers = Keepers(make_config(), ActorClasses(launcher=launcher))  # type: ignore[arg-type]
-    nodes = {0: "a" * 56, 1: "a" * 56, 2: "b" * 56}
-    keepers.for_ranks(nodes)
-    keepers.for_ranks(nodes)
-    first, second = spawned
-    assert keepers.complete_steps() == set()
-    first.kept, second.kept = {0: (4, 6), 1: (4, 6, 8)}, {2: (4, 6)}
-    assert keepers.complete_steps() == {4, 6}
-    first.kept, second.kept = {0: (4, 6), 1: (4, 6), 2: (4, 6)}, {}
-    assert keepers.complete_steps() == set(), "rank 2 is on another node now"
-    first.kept, second.kept = {0: (6,), 1: (6,)}, ray.exceptions.RayActorError()
-    assert keepers.complete_steps() == set() and killed == [second]
-    assert f"the snapshots of node {nodes[2]} are lost: The actor experienced an error" in caplog.text
-    keepers.for_ranks(nodes)
-    third = spawned[2]
-    third.kept = ...
-    assert keepers.complete_steps() == set() and killed == [second, third]
-    assert "are lost: no answer within 60 s" in caplog.text
-    keepers.close()
-    assert killed == [second, third, first]
-
-
-def test_snapshots_are_off_unless_asked_for() -> None:
-    def keepers(config: RunConfig) -> Keepers:
-        return Keepers(config, ActorClasses())
-
-    assert not keepers(make_config()).is_on
-    assert keepers(make_config(checkpoint={"snapshot_every_steps": 5})).is_on

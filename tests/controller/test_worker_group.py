@@ -38,7 +38,9 @@ class FakeActors:
         monkeypatch.setattr(ray, "remote", self._remote)
         monkeypatch.setattr(ray, "kill", lambda handle, no_restart: self.killed.append(handle))
         monkeypatch.setattr(
-            worker_group_module, "RayLink", lambda coordinator, generation=None: f"link to {coordinator}"
+            worker_group_module,
+            "RayLink",
+            lambda coordinator, generation=None, patience_s=None: f"link to {coordinator}",
         )
 
     def _remote(self, actor_class: type) -> Any:

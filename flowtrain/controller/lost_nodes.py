@@ -1,0 +1,72 @@
+"""Tells when a node of the run is lost, and when another one has taken its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from flowtrain.controller.cluster import counts_text
+
+POLL_S = 5.0
+_LOST = "RESCHEDULING"
+"""State of a placement group of which bundles have lost their node: Ray looks for another one, without a limit."""
+
+
+class NodeWatch:
+    """Asks Ray now and then where the run's bundles are.
+
+    group: the bundles; None: there are none. warn, note: show a line to the user.
+    """
+
+    def __init__(
+        self,
+        group: PlacementGroup | None,
+        warn: Callable[[str], None],
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._group, self._warn, self._note, self._clock = group, warn, note, clock
+        self._asked_s = clock()
+        self._is_lost = False
+
+    def poll(self) -> None:
+        """Ask, if it is time to; call it often."""
+        if self._group is None or self._clock() - self._asked_s < POLL_S:
+            return
+        self._asked_s = self._clock()
+        lost = self._lost()
+        if lost is None:
+            return
+        if lost and not self._is_lost:
+            self._warn(
+                f"a node of the run is lost: {lost}, which may join at any time; what was there starts again then"
+            )
+        elif self._is_lost and not lost:
+            self._note("the run has all its nodes again")
+        self._is_lost = bool(lost)
+
+    @property
+    def reason(self) -> str:
+        """What to add to a message about actors that do not start; empty if all of them have a node."""
+        lost = self._lost()
+        return f"; a node of the run is lost, and {lost}" if lost else ""
+
+    def _lost(self) -> str | None:
+        """Say what has no node; empty: all of it has. None: Ray does not say."""
+        if self._group is None:
+            return ""
+        try:
+            table: dict[str, Any] = placement_group_table(self._group)
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        except (ray.exceptions.RayError, OSError, RuntimeError):
+            return None
+        if table.get("state") != _LOST:
+            return ""
+        places, bundles = table["bundles_to_node_id"], table["bundles"]
+        homeless = [index for index in bundles if places.get(index) not in alive]
+        needs = "; ".join(sorted({counts_text(bundles[index]) for index in homeless}))
+        return f"{len(homeless)} of {len(bundles)} groups of actors wait for a node with free resources ({needs})"

@@ -163,10 +163,12 @@ def benches(args: argparse.Namespace, scratch: Path) -> list[tuple[Bench, dict[s
 
 
 def given_settings(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    """Settings by variant, from ``VARIANT:KEY=VALUE``."""
+    """Settings by variant, from ``VARIANT:KEY=VALUE``; ends the program if there is no such variant."""
     found: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, _, setting = text.partition(":")
+        if name not in {each.name for each in VARIANTS}:
+            sys.exit(f"--settings {text}: there is no variant {name!r}")
         found[name] = (*found.get(name, ()), setting)
     return found
 
@@ -175,7 +177,7 @@ def measure(bench: Bench, mixes: dict[str, Mix], args: argparse.Namespace) -> li
     """All figures of one model."""
     chosen = [each for each in VARIANTS if not args.modes or each.name in args.modes]
     first = args.mixes[0]
-    best = bench.best_settings(first) if args.search else given_settings(args.settings)
+    best = bench.best_settings(first) if args.search else args.settings
     variants = [replace(each, overrides=(*each.overrides, *best.get(each.name, ()))) for each in chosen]
     figures = []
     for name in args.mixes:
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short runs of the quickstart's model on one mix")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    args.settings = given_settings(args.settings)
     if args.quick:
         args.models, args.mixes = args.models or [QUICKSTART], args.mixes[:1]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it

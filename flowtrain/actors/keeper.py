@@ -13,9 +13,8 @@ import ray
 from ray.actor import ActorHandle
 
 from flowtrain.errors import SnapshotLostError
-from flowtrain.mempool.host import host_memory
+from flowtrain.mempool.host import HOST_MEMORY_SHARE, host_memory
 from flowtrain.mempool.memory_file import open_memory
-from flowtrain.training.saver import HOST_MEMORY_SHARE
 from flowtrain.types.memory import MemoryFile
 
 T = TypeVar("T")

@@ -13,6 +13,10 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # version 1
 )
 
+HOST_MEMORY_SHARE = 0.5
+"""Copies of the backbone's state are made if all of them on a node fit into this share of its free memory; the rest is
+for what the pool and the data will still take."""
+
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """Return this host's memory. root: a test's directory in place of ``/``."""

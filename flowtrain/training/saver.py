@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from flowtrain.mempool.host import host_memory
+from flowtrain.mempool.host import HOST_MEMORY_SHARE, host_memory
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.snapshot import HostBuffers, Snapshot
 from flowtrain.training.work_spans import SpanRecorder
@@ -27,10 +27,6 @@ Report = Callable[[int, Path, str | None], None]
 """Gets the step of a save that ended, its directory, and why it failed or None; called in the thread that wrote."""
 Keep = Callable[[int, Snapshot], None]
 """Keeps the snapshot after a step in memory; collective. Called in the thread that writes."""
-
-HOST_MEMORY_SHARE = 0.5
-"""``checkpoint.background: auto`` writes in the background if all copies on a node fit into this share of its free
-memory; the rest is for what the pool and the data will still take."""
 
 
 class CheckpointSaver:

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flowtrain.mempool.tiers.page_lock import PageLock
-from flowtrain.mempool.tiers.private_memory import touched_memory, whole_pages
+from flowtrain.mempool.tiers.private_memory import touched_memory
+from flowtrain.mempool.tiers.virtual_memory import whole_pages
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.checkpoint_format import MODEL, OPTIMIZER
 from flowtrain.training.chunks import ModelChunks

@@ -101,6 +101,7 @@ class HbmRegion:
         with self._lock:
             tensor = self._tensors.get(export.process_index)
             if tensor is None:
+                checked_export(export)
                 self._seen[export.process_index] = export
                 tensor = self._tensors[export.process_index] = self._import(export)
             return tensor

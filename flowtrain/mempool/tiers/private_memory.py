@@ -9,16 +9,11 @@ import numpy as np
 
 from flowtrain.errors import ResourceError
 from flowtrain.mempool.tiers import virtual_memory
-from flowtrain.mempool.tiers.virtual_memory import PAGE_NBYTES, Pages
+from flowtrain.mempool.tiers.virtual_memory import Pages, whole_pages
 
 _TOUCH_NBYTES = 64 << 20
 _LEAST_LOCKED_NBYTES = 1 << 20
 """A smaller copy takes no longer without a lock than a lock takes."""
-
-
-def whole_pages(nbytes: int) -> int:
-    """Bytes of the pages that ``nbytes`` need."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def touched_memory(sizes: Sequence[int], pages: Pages | None) -> list[np.ndarray]:

@@ -28,6 +28,11 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def whole_pages(nbytes: int) -> int:
+    """Bytes of the pages that ``nbytes`` need."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
 class Pages(Protocol):
     """Page-locks mappings, as ``tiers.page_lock.PageLock`` does."""
 
@@ -130,7 +135,7 @@ class _Memory:
 
 
 def _reserve(nbytes: int) -> int:
-    nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    nbytes = whole_pages(nbytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     start = _map(None, nbytes + HUGE_PAGE_NBYTES, _PROT_NONE, flags, -1)
     address = -(-start // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES

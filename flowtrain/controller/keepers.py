@@ -72,11 +72,13 @@ class Keepers:
             sources = [each for each, steps in kept.items() if step in steps.get(rank, ())]
             if sources and node not in sources:
                 wanted[sources[0], node].append(rank)
-        calls = {
+        calls: dict[ray.ObjectRef[None], str] = {
             self._on(to).copy_from.remote(self._handles[source], ranks, step): to
             for (source, to), ranks in wanted.items()
         }
-        done, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._limit_s) if calls else ([], [])
+        if not calls:
+            return
+        done, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._limit_s)
         for call in done:
             if (reason := _failure(call)) is not None:
                 logger.warning("node %s has no snapshot of its ranks: %s", calls[call], reason)

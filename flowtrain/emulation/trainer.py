@@ -117,7 +117,7 @@ class EmulatedSaver:
     def prepare(self) -> None:
         """See ``CheckpointSaver``."""
 
-    def save(self, step: int, directory: Path, keep: Keep | None = None) -> None:
+    def save(self, step: int, directory: Path, keep: Keep | None = None, *, in_place: bool = False) -> None:
         """See ``CheckpointSaver``."""
         self.step = step
 

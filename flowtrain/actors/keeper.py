@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 
@@ -24,16 +23,6 @@ NUM_THREADS = 4
 """Of a keeper's actor: ranks are answered while it copies."""
 _CHUNK_NBYTES = 32 << 20
 _CHUNKS_AHEAD = 4
-
-
-class Source(Protocol):
-    """A keeper of another node, from which copies are made; each method raises SnapshotLostError."""
-
-    def describe(self, rank: int, step: int) -> tuple[str, int]:
-        """Return the name of a snapshot's memory, and its bytes."""
-
-    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[np.ndarray]:
-        """Yield a snapshot's bytes in order."""
 
 
 class SnapshotKeeper:
@@ -78,12 +67,8 @@ class SnapshotKeeper:
         with self._lock:
             return self._files.get(rank, {}).get(step)
 
-    def copy_from(self, handle: ActorHandle, ranks: Sequence[int], step: int) -> None:
-        """Copy what another keeper holds of some ranks. Raises SnapshotLostError."""
-        self.copy(RayKeeper(handle), ranks, step)
-
-    def copy(self, source: Source, ranks: Sequence[int], step: int) -> None:
-        """See ``copy_from``."""
+    def copy(self, source: Keeper, ranks: Sequence[int], step: int) -> None:
+        """Copy what another node's keeper holds of some ranks. Raises SnapshotLostError."""
         num_cuts = self._num_cuts
         for rank in ranks:
             if self.find(rank, step) is not None:
@@ -101,12 +86,12 @@ class SnapshotKeeper:
             file = self._found(rank, step)
             return file.name, os.fstat(file.fd).st_size
 
-    def read(self, rank: int, step: int, offset: int, nbytes: int) -> np.ndarray:
-        """Return bytes of a snapshot, uint8. Raises SnapshotLostError if it is not here any more."""
+    def read(self, rank: int, step: int, offset: int, nbytes: int) -> bytes:
+        """Return part of a snapshot. Raises SnapshotLostError if it is not here any more."""
         with self._lock:
             fd = os.dup(self._found(rank, step).fd)  # the memory may be closed meanwhile
         try:
-            return np.frombuffer(os.pread(fd, nbytes, offset), np.uint8)
+            return os.pread(fd, nbytes, offset)
         finally:
             os.close(fd)
 
@@ -128,7 +113,7 @@ class SnapshotKeeper:
                 os.close(files.pop(step).fd)
 
 
-def _copied(source: Source, rank: int, step: int) -> MemoryFile:
+def _copied(source: Keeper, rank: int, step: int) -> MemoryFile:
     """Copy a rank's snapshot into new memory of this process."""
     name, nbytes = source.describe(rank, step)
     free = host_memory().available_nbytes
@@ -141,7 +126,7 @@ def _copied(source: Source, rank: int, step: int) -> MemoryFile:
     try:
         with os.fdopen(fd, "wb", closefd=False) as memory:
             for chunk in source.chunks(rank, step, nbytes):
-                memory.write(chunk.data)
+                memory.write(chunk)
         if (found := os.fstat(fd).st_size) != nbytes:
             raise SnapshotLostError(f"{found:,} of {nbytes:,} bytes of rank {rank}'s snapshot were copied")
     except BaseException as error:
@@ -153,7 +138,7 @@ def _copied(source: Source, rank: int, step: int) -> MemoryFile:
 
 
 class Keeper(Protocol):
-    """What a rank asks its node's keeper, see ``SnapshotKeeper``. Each method raises SnapshotLostError."""
+    """What a rank, or another node's keeper, asks a ``SnapshotKeeper``. Each method raises SnapshotLostError."""
 
     def make_room(self, rank: int, complete: int | None) -> None:
         """Close all memory of a rank but that of the step ``complete``."""
@@ -163,6 +148,12 @@ class Keeper(Protocol):
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """Return where a rank's snapshot lies; None: not here."""
+
+    def describe(self, rank: int, step: int) -> tuple[str, int]:
+        """Return the name of a snapshot's memory, and its bytes."""
+
+    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[bytes]:
+        """Yield a snapshot's bytes in order."""
 
 
 class RayKeeper:
@@ -184,12 +175,12 @@ class RayKeeper:
         return _answer(self._handle.find.remote(rank, step))
 
     def describe(self, rank: int, step: int) -> tuple[str, int]:
-        """See ``Source``."""
+        """See ``Keeper``."""
         return _answer(self._handle.describe.remote(rank, step))
 
-    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[np.ndarray]:
-        """See ``Source``; some chunks are under way at a time."""
-        calls: deque[ray.ObjectRef[np.ndarray]] = deque()
+    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[bytes]:
+        """See ``Keeper``; some chunks are under way at a time."""
+        calls: deque[ray.ObjectRef[bytes]] = deque()
         for offset in range(0, nbytes, _CHUNK_NBYTES):
             calls.append(self._handle.read.remote(rank, step, offset, min(_CHUNK_NBYTES, nbytes - offset)))
             if len(calls) == _CHUNKS_AHEAD:

@@ -73,7 +73,7 @@ class Keepers:
             if sources and node not in sources:
                 wanted[sources[0], node].append(rank)
         calls: dict[ray.ObjectRef[None], str] = {
-            self._on(to).copy_from.remote(self._handles[source], ranks, step): to
+            self._on(to).copy.remote(RayKeeper(self._handles[source]), ranks, step): to
             for (source, to), ranks in wanted.items()
         }
         if not calls:
@@ -98,7 +98,7 @@ class Keepers:
         self._copies = {}  # those of an earlier snapshot go on, but nobody waits for them
         for node, own in ranks.items():
             if node in self._handles and (neighbour := self._neighbour(node, sorted(ranks))) is not None:
-                self._copies[self._on(neighbour).copy_from.remote(self._handles[node], own, step)] = node
+                self._copies[self._on(neighbour).copy.remote(RayKeeper(self._handles[node]), own, step)] = node
         self.poll()
 
     def _neighbour(self, node: str, with_ranks: list[str]) -> str | None:

@@ -9,12 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
 from flowtrain.actors import keeper as keeper_module
-from flowtrain.actors.keeper import SnapshotKeeper
+from flowtrain.actors.keeper import RayKeeper, SnapshotKeeper
 from flowtrain.errors import SnapshotLostError
 from flowtrain.types.memory import HostMemory, MemoryFile
 
@@ -106,7 +105,7 @@ class Elsewhere:
     def describe(self, rank: int, step: int) -> tuple[str, int]:
         return self._keeper.describe(rank, step)
 
-    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[np.ndarray]:
+    def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[bytes]:
         for offset in range(0, nbytes, 3):
             self._before(offset)
             yield self._keeper.read(rank, step, offset, min(3, nbytes - offset))
@@ -163,7 +162,7 @@ def test_chunks_come_in_order_with_some_under_way(monkeypatch: pytest.MonkeyPatc
     source, under_way, most = SnapshotKeeper(), 0, 0
     give(source, 0, 10, None)
 
-    def read(*where: int) -> np.ndarray:
+    def read(*where: int) -> bytes:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -171,7 +170,7 @@ def test_chunks_come_in_order_with_some_under_way(monkeypatch: pytest.MonkeyPatc
 
     def get(answer: Any, timeout: float) -> Any:
         nonlocal under_way
-        under_way -= isinstance(answer, np.ndarray)
+        under_way -= isinstance(answer, bytes)
         return answer
 
     monkeypatch.setattr(ray, "get", get)
@@ -179,5 +178,5 @@ def test_chunks_come_in_order_with_some_under_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(keeper_module, "_CHUNKS_AHEAD", 2)
     handle = SimpleNamespace(read=SimpleNamespace(remote=read), describe=SimpleNamespace(remote=source.describe))
     keeper = SnapshotKeeper()
-    keeper.copy_from(handle, [0], 10)
+    keeper.copy(RayKeeper(handle), [0], 10)
     assert content_of(keeper.find(0, 10)) == b"0 10" and most == 2 and under_way == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from flowtrain.actors.keeper import RayKeeper
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.keepers import Keepers
 from flowtrain.controller.worker_group import ActorClasses
@@ -33,8 +34,8 @@ class FakeKeeper:
     def completed(self, step: int) -> None:
         self.kept = {rank: {each for each in steps if each >= step} for rank, steps in self.kept.items()}
 
-    def copy_from(self, handle: FakeHandle, ranks: list[int], step: int) -> None:
-        source = handle.keeper
+    def copy(self, of: RayKeeper, ranks: list[int], step: int) -> None:
+        source: FakeKeeper = of._handle.keeper
         if source.is_dead or any(step not in source.kept.get(rank, ()) for rank in ranks):
             raise SnapshotLostError("the source has it not")
         for rank in ranks:
@@ -56,7 +57,7 @@ class FakeHandle:
         ref = Ref(name)
         if self.keeper.is_dead:
             ref.finish(ray.exceptions.RayActorError())
-        elif name == "copy_from" and self.copying is not None:
+        elif name == "copy" and self.copying is not None:
             self.copying.append(ref)
         elif not self.is_silent:
             try:
@@ -140,7 +141,7 @@ def test_the_next_node_copies_a_snapshot_before_the_earlier_ones_go(monkeypatch:
     for _ in range(2):
         world.keepers.poll()
     assert first.steps()[0] == (2, 4), "the copy is not there yet"
-    second.copy_from(world.handles[NODE_A], [0, 1], 4)
+    second.copy(RayKeeper(world.handles[NODE_A]), [0, 1], 4)
     copying[0].finish()
     world.keepers.poll()
     assert first.steps() == second.steps() == {0: (4,), 1: (4,), 2: (4,)}

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes, one on each host of `hosts.py`, with token authentication; tests use it too."""
+"""Ray clusters of two nodes and more, one on each host of `hosts.py`, with token authentication; tests use them too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from shared.hosts import Host, two_hosts
+from shared.hosts import Host, switched_hosts, two_hosts
 
 NODE_CPUS = 2
 
@@ -25,10 +25,13 @@ _LOG_TAIL = 6000
 
 
 class NodePair:
-    """Two raylets, ``NODE_CPUS`` CPUs each. environment: variables that a client of the cluster needs."""
+    """Raylets, two unless there are more hosts, ``NODE_CPUS`` CPUs each; the first host has the head.
 
-    def __init__(self, hosts: tuple[Host, Host], directory: Path) -> None:
-        self.hosts = hosts
+    head_cpus: of the head. environment: variables that a client of the cluster needs.
+    """
+
+    def __init__(self, hosts: tuple[Host, ...], directory: Path, head_cpus: int = NODE_CPUS) -> None:
+        self.hosts, self._head_cpus = hosts, head_cpus
         self.directory = directory
         token_file = directory / "token"
         token_file.write_text(secrets.token_hex(32))
@@ -42,12 +45,21 @@ class NodePair:
         self._raylets: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start both nodes and wait until they know each other."""
-        head, other = self.hosts
-        self._start(head, "--head", "--port", str(_PORT), "--include-dashboard", "false")
+        """Start all nodes and wait until they know each other."""
+        self._start(self.hosts[0], "--head", "--port", str(_PORT), "--include-dashboard", "false")
         self._wait_for_nodes(1)
-        self._start(other, "--address", self.environment["RAY_ADDRESS"])
-        self._wait_for_nodes(2)
+        for number in range(1, len(self.hosts)):
+            self.join(number, number + 1)
+
+    def join(self, number: int, num_nodes: int) -> None:
+        """Start the node of a host that has none, and wait until there are so many."""
+        self._start(self.hosts[number], "--address", self.environment["RAY_ADDRESS"])
+        self._wait_for_nodes(num_nodes)
+
+    def lose(self, number: int) -> None:
+        """Kill every process on a host, as if its power was cut."""
+        self.hosts[number].end_processes()
+        self._raylets = [raylet for raylet in self._raylets if raylet.poll() is None]
 
     def run(self, arguments: list[str], name: str, limit_s: float) -> tuple[int, str]:
         """Run a command on the first host; returns its exit code and the end of its output."""
@@ -60,7 +72,7 @@ class NodePair:
         return done.returncode, log.read_text(errors="replace")[-_LOG_TAIL:]
 
     def end(self) -> None:
-        """End both nodes."""
+        """End all nodes."""
         for raylet in reversed(self._raylets):
             raylet.terminate()
         for raylet in self._raylets:
@@ -74,7 +86,8 @@ class NodePair:
     def _start(self, host: Host, *arguments: str) -> None:
         ray = str(Path(sys.executable).parent / "ray")
         command = [ray, "start", "--block", "--node-ip-address", host.address, *arguments, "--disable-usage-stats"]
-        command += ["--num-cpus", str(NODE_CPUS), "--object-store-memory", str(_OBJECT_STORE_NBYTES)]
+        num_cpus = self._head_cpus if "--head" in arguments else NODE_CPUS
+        command += ["--num-cpus", str(num_cpus), "--object-store-memory", str(_OBJECT_STORE_NBYTES)]
         if "--head" in arguments:
             command += ["--temp-dir", str(self.directory / "ray")]
         environment = {key: value for key, value in self.environment.items() if key != "RAY_ADDRESS"}
@@ -97,14 +110,14 @@ class NodePair:
 
 
 @contextmanager
-def node_pair() -> Iterator[NodePair]:
-    """Two nodes, until the block ends. Raises NoHosts if the machine forbids namespaces."""
+def node_pair(num_nodes: int = 2, head_cpus: int = NODE_CPUS) -> Iterator[NodePair]:
+    """Two nodes, or more, until the block ends. Raises NoHosts if the machine forbids namespaces."""
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts())
+        hosts = stack.enter_context(two_hosts() if num_nodes == 2 else switched_hosts(num_nodes))
         # The path of a Unix socket must be short, so this directory must not be deep.
         directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        pair = NodePair(hosts, directory)
+        pair = NodePair(hosts, directory, head_cpus)
         stack.callback(pair.end)
         pair.start()
         yield pair

@@ -32,6 +32,12 @@ class SnapshotKeeper:
         self._files: dict[int, dict[int, MemoryFile]] = {}  # by rank, by step
         self._lock = threading.RLock()
         self._num_cuts = 0
+        self._open: dict[int, int] = {}  # by rank, the step that it gave last, until the driver says it is complete
+
+    def is_free(self, rank: int) -> bool:
+        """Whether a rank may give another snapshot: its last one is complete, and copied to another node."""
+        with self._lock:
+            return rank not in self._open
 
     def make_room(self, rank: int, complete: int | None) -> None:
         """Close all memory of a rank but that of the step ``complete``."""
@@ -42,11 +48,20 @@ class SnapshotKeeper:
         fd = open_memory(file)
         if isinstance(fd, str):
             raise SnapshotLostError(f"the node's keeper of snapshots cannot open the memory of rank {rank}: {fd}")
-        self._put(rank, step, MemoryFile(os.getpid(), fd, file.name))
+        with self._lock:
+            self._put(rank, step, MemoryFile(os.getpid(), fd, file.name))
+            self._open[rank] = step
+
+    def give_up(self, rank: int, step: int) -> None:
+        """Close a rank's memory of a step, which other ranks could not give."""
+        with self._lock:
+            self._close(rank, lambda each: each == step)
+            self._open.pop(rank, None)
 
     def completed(self, step: int) -> None:
         """Close the memory of earlier steps: all ranks have this one."""
         with self._lock:
+            self._open = {rank: last for rank, last in self._open.items() if last > step}
             for rank in self._files:
                 self._close(rank, lambda each: each < step)
 
@@ -54,6 +69,7 @@ class SnapshotKeeper:
         """Close the memory of all other steps, which are done again; what is being copied now is not kept."""
         with self._lock:
             self._num_cuts += 1
+            self._open = {}
             for rank in self._files:
                 self.make_room(rank, step)
 
@@ -140,11 +156,17 @@ def _copied(source: Keeper, rank: int, step: int) -> MemoryFile:
 class Keeper(Protocol):
     """What a rank, or another node's keeper, asks a ``SnapshotKeeper``. Each method raises SnapshotLostError."""
 
+    def is_free(self, rank: int) -> bool:
+        """Whether a rank may give another snapshot."""
+
     def make_room(self, rank: int, complete: int | None) -> None:
         """Close all memory of a rank but that of the step ``complete``."""
 
     def hold(self, rank: int, step: int, file: MemoryFile) -> None:
         """Keep a rank's memory of a step."""
+
+    def give_up(self, rank: int, step: int) -> None:
+        """Close a rank's memory of a step."""
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """Return where a rank's snapshot lies; None: not here."""
@@ -162,6 +184,10 @@ class RayKeeper:
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
+    def is_free(self, rank: int) -> bool:
+        """See ``Keeper``."""
+        return _answer(self._handle.is_free.remote(rank))
+
     def make_room(self, rank: int, complete: int | None) -> None:
         """See ``Keeper``."""
         _answer(self._handle.make_room.remote(rank, complete))
@@ -169,6 +195,10 @@ class RayKeeper:
     def hold(self, rank: int, step: int, file: MemoryFile) -> None:
         """See ``Keeper``."""
         _answer(self._handle.hold.remote(rank, step, file))
+
+    def give_up(self, rank: int, step: int) -> None:
+        """See ``Keeper``."""
+        _answer(self._handle.give_up.remote(rank, step))
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """See ``Keeper``."""

@@ -6,15 +6,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from flowtrain.actors.keeper import Keeper
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.training import CheckpointConfig
-from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.errors import CheckpointError, ConfigError, SnapshotLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import ends_step
 from flowtrain.training.checkpoint_store import temporary_directory
@@ -27,6 +28,8 @@ from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.plan import Unit
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Health(Protocol):
@@ -73,14 +76,18 @@ class Snapshots:
     def keep(self, step: int, snapshot: Snapshot) -> None:
         """Keep a snapshot, and report when all ranks have; collective over the checkpoint group.
 
-        If a rank cannot, rank 0 logs it once, and the next snapshot is tried.
+        Does nothing while the last one is still copied to another node, so that a node holds two at most. If a rank
+        cannot keep it, rank 0 logs it once, and the next snapshot is tried.
         """
         frozen = self._trainer.described_frozen()  # collective, so before a rank may fail
-        every: list[str | None] = [None] * self._group.world_size
-        dist.all_gather_object(every, self._held(step, snapshot, frozen), group=self._group.checkpoint_group)
+        if not all(self._gathered(self._is_free())):
+            return
+        every = self._gathered(self._held(step, snapshot, frozen))
         problem = next((f"rank {rank}: {each}" for rank, each in enumerate(every) if each is not None), None)
         if problem is None:
             self._complete = step
+        else:
+            self._give_up(step)
         if not self._group.rank:
             self._report(step, problem)
         self._problem = problem
@@ -97,6 +104,22 @@ class Snapshots:
             )
         elif problem is None and self._problem is not None:
             logger.warning("snapshots are kept again, from step %d on", step)
+
+    def _gathered(self, mine: T) -> list[T]:
+        """Return what all ranks have, by rank; collective."""
+        every = [mine] * self._group.world_size
+        dist.all_gather_object(every, mine, group=self._group.checkpoint_group)
+        return every
+
+    def _is_free(self) -> bool:
+        try:
+            return self._keeper.is_free(self._group.rank)
+        except Exception:  # others wait for this rank's answer, and the attempt to keep one says why it fails
+            return True
+
+    def _give_up(self, step: int) -> None:
+        with suppress(SnapshotLostError):  # a keeper that died has nothing to give up
+            self._keeper.give_up(self._group.rank, step)
 
     def _held(self, step: int, snapshot: Snapshot, frozen: Mapping[str, Any]) -> str | None:
         """Let the node's keeper hold a snapshot; returns why it does not."""

@@ -177,7 +177,9 @@ class GroupRun:
         try:
             return worker_group.start_backbone(self._actors, settings, history.origin, evaluations, results, kept_by)
         except (BackboneLost, GroupLost):  # the latter where producers have ended already
-            if history.start.in_memory:  # the next start must not fail by the same snapshot
+            # The next start must not fail by the same snapshot. It is not to blame if a rank was put on a node that was
+            # lost already, which Ray may take seconds to notice.
+            if history.start.in_memory and not keepers.has_lost_a_node():
                 keepers.close()
             raise
 

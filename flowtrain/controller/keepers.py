@@ -95,7 +95,7 @@ class Keepers:
         for rank, node in self._nodes.items():
             ranks[node].append(rank)
         self._newest = step
-        self._copies = {}  # those of an earlier snapshot go on, but nobody waits for them
+        self._copies = {}  # ranks give no other snapshot while one is copied
         for node, own in ranks.items():
             if node in self._handles and (neighbour := self._neighbour(node, sorted(ranks))) is not None:
                 self._copies[self._on(neighbour).copy.remote(RayKeeper(self._handles[node]), own, step)] = node
@@ -128,6 +128,10 @@ class Keepers:
             for handle in self._handles.values():
                 handle.completed.remote(self._newest)
             self._newest = None
+
+    def has_lost_a_node(self) -> bool:
+        """Whether a node is gone on which ranks were when they last started."""
+        return not set(self._nodes.values()) <= {each["NodeID"] for each in ray.nodes() if each["Alive"]}
 
     def complete_steps(self) -> set[int]:
         """Return the steps after which the state of every rank lies on some node."""

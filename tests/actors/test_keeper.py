@@ -63,6 +63,26 @@ def test_only_the_complete_snapshot_and_the_next_are_kept() -> None:
     assert keeper.steps() == {0: (), 1: ()} and open_files() == before
 
 
+def test_a_rank_is_free_once_its_last_snapshot_is_complete() -> None:
+    source, keeper = SnapshotKeeper(), SnapshotKeeper()
+    assert keeper.is_free(0)
+    give(keeper, 0, 4, None)
+    keeper.completed(2)
+    assert not keeper.is_free(0) and keeper.is_free(1)
+    keeper.completed(4)
+    assert keeper.is_free(0)
+    for end in (lambda: keeper.give_up(0, 6), lambda: keeper.keep_only(4)):
+        give(keeper, 0, 6, 4)
+        assert not keeper.is_free(0)
+        end()
+        assert keeper.is_free(0) and keeper.steps() == {0: (4,)}
+    give(source, 1, 4, None)
+    keeper.copy(Elsewhere(source), [1], 4)
+    assert keeper.is_free(1), "a copy is nobody's last snapshot"
+    keeper.keep_only(None)
+    source.keep_only(None)
+
+
 def test_a_step_that_is_done_again_replaces_its_snapshot() -> None:
     before, keeper = open_files(), SnapshotKeeper()
     give(keeper, 0, 2, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class FakeSaver:
         self.kept: list[int] = []
         self.in_place: list[int] = []
         self.prepared = 0
+        self.settle: Callable[[], None] = lambda: None
         self._busy = busy
 
     def prepare(self) -> None:
@@ -74,11 +75,21 @@ class FakeHealth:
 
 
 class FakeLink:
-    def __init__(self) -> None:
+    """keeper: told of a complete snapshot when the driver has its event, before the next unit ends."""
+
+    def __init__(self, keeper: Any = None) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self._keeper = keeper
+        self._complete: int | None = None
 
     def ask(self, question: Any, *args: Any) -> None:
         self.asked.append((question.__name__, *args))
+        (self._complete,) = args
+
+    def settle(self) -> None:
+        """The driver has the event, and copies are made."""
+        if self._complete is not None:
+            self._keeper.completed(self._complete)
 
 
 class FakeTrainer:
@@ -106,8 +117,9 @@ def saves_of(
     keeper: Any = None,
     every_steps: int | None = None,
 ) -> tuple[RankSaves, FakeSaver, FakeLink]:
-    link, saver = FakeLink(), FakeSaver(set(busy))
     keeper = SnapshotKeeper() if keeper is None else keeper
+    link, saver = FakeLink(keeper), FakeSaver(set(busy))
+    saver.settle = link.settle
     snapshots = Snapshots(2, FakeTrainer(), group, link, keeper, "state")  # type: ignore[arg-type]
     saves = RankSaves(
         CheckpointConfig(every_steps=every_steps or 6, snapshot_every_steps=2 if every_steps is None else None),
@@ -134,6 +146,7 @@ def run(
     health = FakeHealth(refused)
     for step in range(1, num_steps + 1):
         saver.now = health.now = step
+        saver.settle()
         saves.after_unit(unit(step - 1, step), health, is_last=step == is_last)
 
 
@@ -148,6 +161,9 @@ def test_the_last_complete_snapshot_stays_until_the_next_is_complete(group: Back
     asked: list[tuple[Any, ...]] = []
 
     class NotingKeeper:
+        def is_free(self, rank: int) -> bool:
+            return True
+
         def make_room(self, rank: int, complete: int | None) -> None:
             asked.append(("all but", complete))
 
@@ -158,6 +174,28 @@ def test_the_last_complete_snapshot_stays_until_the_next_is_complete(group: Back
     for step in (5, 6):
         snapshots.keep(step, NOTHING)
     assert asked == [("all but", 4), ("hold", 5), ("all but", 5), ("hold", 6)]
+
+
+def test_no_snapshot_is_kept_while_the_last_one_is_copied(group: BackboneGroup) -> None:
+    keeper = SnapshotKeeper()
+    saves, saver, link = saves_of(group, keeper=keeper)
+    saver.settle = lambda: None  # the copy takes long
+    run(saves, saver, 8)
+    assert [step for _, step in link.asked] == [2] and keeper.steps() == {0: (2,)} and saver.saved == [6]
+    keeper.completed(2)
+    run(saves, saver, 2)
+    assert [step for _, step in link.asked] == [2, 2]
+
+
+def test_what_other_ranks_could_not_keep_is_given_up(group: BackboneGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = SnapshotKeeper()
+    snapshots = Snapshots(2, FakeTrainer(), group, FakeLink(keeper), keeper, "state")  # type: ignore[arg-type]
+    gathered = iter([[True, True], [None, "no room"], [True, True], [None, None]])
+    monkeypatch.setattr(Snapshots, "_gathered", lambda self, mine: next(gathered))
+    snapshots.keep(2, NOTHING)
+    assert keeper.steps() == {0: ()} and keeper.is_free(0)
+    snapshots.keep(4, NOTHING)
+    assert keeper.steps() == {0: (4,)} and not keeper.is_free(0)
 
 
 def test_a_snapshot_that_is_due_while_a_rank_writes_comes_later(group: BackboneGroup) -> None:

@@ -16,8 +16,9 @@ from tests.training.ranks import make_config
 
 @pytest.mark.parametrize("lost", [BackboneLost("a", "it cannot start", "died"), GroupLost("a", "it cannot start")])
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_after_a_failed_start_its_snapshots_are_given_up(
-    monkeypatch: pytest.MonkeyPatch, lost: Exception, in_memory: bool
+@pytest.mark.parametrize("node_is_lost", [False, True])
+def test_after_a_failed_start_its_snapshots_are_given_up_unless_a_node_was_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: Exception, in_memory: bool, node_is_lost: bool
 ) -> None:
     def fails(*_: Any) -> None:
         raise lost
@@ -25,6 +26,7 @@ def test_after_a_failed_start_its_snapshots_are_given_up(
     closed: list[bool] = []
     monkeypatch.setattr(worker_group, "start_backbone", fails)
     keepers = SimpleNamespace(is_on=True, for_ranks=None, close=lambda: closed.append(True))
+    keepers.has_lost_a_node = lambda: node_is_lost
     start = ResumePoint(step=4, in_memory=in_memory)
     history = SimpleNamespace(start=start, origin=start.origin, keepers=keepers)
     run_spec = SimpleNamespace(config=make_config(), evaluations=())
@@ -34,4 +36,4 @@ def test_after_a_failed_start_its_snapshots_are_given_up(
     group._actors, group._watcher = SimpleNamespace(), SimpleNamespace(results=fails)  # type: ignore[assignment]
     with pytest.raises(type(lost)):
         group._start_backbone()
-    assert closed == [True] * in_memory
+    assert closed == [True] * (in_memory and not node_is_lost)

@@ -175,7 +175,9 @@ def test_ranks_of_a_lost_node_find_their_snapshots_where_they_are_now(
     for step in (2, 4):
         world.take(PLACES, step)
     world.keepers.completed(4)
+    assert not world.keepers.has_lost_a_node()
     world.lose(NODE_A)
+    assert world.keepers.has_lost_a_node()
     assert world.keepers.complete_steps() == {4}
     world.keepers.keep_only(4)
     world.keepers.for_ranks({0: NODE_C, 1: NODE_C, 2: NODE_B})

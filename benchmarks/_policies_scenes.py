@@ -21,7 +21,6 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.emulated_model import emulated_run
 
 VISION, PATCH = "vision", 14
-REAL_BATCH = 96
 COMMON = (
     "mode=monolithic",
     "data.shuffle=none",
@@ -170,23 +169,25 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class RealModel:
-    """The quickstart's shapes on two pipeline ranks; all runs start from one checkpoint."""
+    """The quickstart's shapes on two pipeline ranks; all runs start from one checkpoint. batch: samples of a step."""
 
     workload: Workload
     tokenizer: Any
+    batch: int
 
     @classmethod
-    def write(cls, directory: Path) -> RealModel:
+    def write(cls, directory: Path, batch: int) -> RealModel:
         """Write the checkpoint."""
         setting = model_settings(None, 0)[QUICKSTART]
         family = write_checkpoint(setting, directory / "model")
-        return cls(Workload(setting, directory / "model", Path(), directory, directory, REAL_BATCH), family.tokenizer)
+        workload = Workload(setting, directory / "model", Path(), directory, directory, batch)
+        return cls(workload, family.tokenizer, batch)
 
     def scenes(self, mix: str, steps: int, directory: Path, seed: int) -> Iterator[Scene]:
         """Write samples with a mix's lengths, scaled down; yield the scenes of steps and of cuts."""
         own = directory / mix
         own.mkdir(parents=True)
-        write_samples(self._scaled(mix, steps * REAL_BATCH, seed), self.tokenizer, own / "train.parquet")
+        write_samples(self._scaled(mix, steps * self.batch, seed), self.tokenizer, own / "train.parquet")
         workload = replace(self.workload, samples=own / "train.parquet", scratch=own)
         overrides = (
             *COMMON,

@@ -1,7 +1,8 @@
 """Every policy of a pipeline on every mix: simulated at the papers' scale, on emulated devices, and on two real cores.
 
 python benchmarks/policies.py [--parts simulated emulated real] [--mixes NAME ...] [--real-mixes NAME ...]
-                              [--steps N] [--rounds N] [--keep FILE] [--profile FILE] [--json] [--report FILE.md]
+                              [--steps N] [--real-steps N] [--real-batch N] [--rounds N] [--keep FILE]
+                              [--profile FILE] [--json] [--report FILE.md]
 
 Policies of steps: `pipeline.policy` none, balanced and pipetune, and groups over the whole data set
 (`data.grouping`). Policies of cuts: `pipeline.partition` by a word, the encoder's layers among the backbone's.
@@ -116,12 +117,12 @@ def _check_losses(scene: Scene, losses: dict[str, float | None]) -> None:
 
 
 def real_scenes(
-    directory: Path, mixes: Sequence[str], steps: int, seed: int, profile: Path
+    directory: Path, args: argparse.Namespace, profile: Path
 ) -> Iterator[tuple[Scene, str]]:
     """Yield each mix with steps and with cuts, and the file of the times of the model on both cores."""
-    model = RealModel.write(directory)
-    for mix in mixes:
-        for scene in model.scenes(mix, steps, directory, seed):
+    model = RealModel.write(directory, args.real_batch)
+    for mix in args.real_mixes:
+        for scene in model.scenes(mix, args.real_steps, directory, args.seed):
             if not profile.exists():
                 report = flowtrain.profile(scene.config, devices=2)
                 profile.write_text(report.profile.to_json())
@@ -181,7 +182,8 @@ def head(args: argparse.Namespace, version: str) -> list[str]:
     found = machine()
     command = (
         f"python benchmarks/policies.py --parts {' '.join(args.parts)} --mixes {' '.join(args.mixes)} --real-mixes "
-        f"{' '.join(args.real_mixes)} --rounds {args.rounds} --steps {args.steps} --seed {args.seed}"
+        f"{' '.join(args.real_mixes)} --rounds {args.rounds} --steps {args.steps} --real-steps {args.real_steps} "
+        f"--real-batch {args.real_batch} --seed {args.seed}"
     )
     return [
         "# Policies of a pipeline",
@@ -199,7 +201,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--mixes", nargs="+", choices=list(components()), default=list(components()))
     parser.add_argument("--real-mixes", nargs="+", choices=list(components()), default=list(components()))
-    parser.add_argument("--steps", type=int, default=10, help="of each run")
+    parser.add_argument("--steps", type=int, default=10, help="of each run by data sheet")
+    parser.add_argument("--real-steps", type=int, default=30, help="of each real run")
+    parser.add_argument("--real-batch", type=int, default=32, help="samples of a step of real runs")
     parser.add_argument("--rounds", type=int, default=3, help="of real runs; emulated ones run once")
     parser.add_argument("--seed", type=int, default=101, help="of the drawn samples")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep runs there, and go on after those it has")
@@ -207,12 +211,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
-    if args.steps <= WARM_UP + ENDING:
-        parser.error(f"--steps ({args.steps}) must be above {WARM_UP + ENDING}: the first and last do not count")
+    for key in ("steps", "real_steps"):
+        if (given := getattr(args, key)) <= WARM_UP + ENDING:
+            key = key.replace("_", "-")
+            parser.error(f"--{key} ({given}) must be above {WARM_UP + ENDING}: the first and last do not count")
     if "real" in args.parts and len(os.sched_getaffinity(0)) < 2:
         sys.exit("this machine has one core, and two pipeline ranks need two; leave out the part 'real'")
     page, found = Page(), machine()
-    version = code_version(str(found["cpu"]), f"{args.steps} steps", f"seed {args.seed}")
+    shape = (f"{args.steps} steps", f"real {args.real_batch} x {args.real_steps}", f"seed {args.seed}")
+    version = code_version(str(found["cpu"]), *shape)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         bench = Bench(Store(args.keep or directory / "runs.jsonl", version))
@@ -244,7 +251,7 @@ def run_parts(page: Page, bench: Bench, directory: Path, args: argparse.Namespac
         compared = [
             bench.compare(scene, args.rounds, pinned=True, changes=(f"allocator.profile={profile}",))
             for scene, profile in real_scenes(
-                directory / "real", args.real_mixes, args.steps, args.seed, args.profile or directory / "profile.json"
+                directory / "real", args, args.profile or directory / "profile.json"
             )
         ]
         note = f"Measured: median of {args.rounds} rounds; in brackets the least and the most."

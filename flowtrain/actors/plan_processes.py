@@ -23,6 +23,8 @@ from flowtrain.types.plan import CostModel, Unit
 
 ANSWER_LIMIT_S = 120.0
 """The longest wait for a plan, with the start of the process; a search takes less than a second."""
+_NICENESS = 10
+"""Plans are made ahead, so a core is a rank's first; it leaves much of it while it waits for another rank."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class PlanProcess:
 def serve(pipe: Connection) -> None:
     """Answer questions until the other end closes."""
     try:
+        os.nice(_NICENESS)
         planner: StepPlanner = pipe.recv()
         planner.warm_up()
         while True:

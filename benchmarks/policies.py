@@ -116,9 +116,7 @@ def _check_losses(scene: Scene, losses: dict[str, float | None]) -> None:
         sys.exit(f"{scene.label}: first losses differ: {losses}")
 
 
-def real_scenes(
-    directory: Path, args: argparse.Namespace, profile: Path
-) -> Iterator[tuple[Scene, str]]:
+def real_scenes(directory: Path, args: argparse.Namespace, profile: Path) -> Iterator[tuple[Scene, str]]:
     """Yield each mix with steps and with cuts, and the file of the times of the model on both cores."""
     model = RealModel.write(directory, args.real_batch)
     for mix in args.real_mixes:
@@ -250,9 +248,7 @@ def run_parts(page: Page, bench: Bench, directory: Path, args: argparse.Namespac
     if "real" in args.parts:
         compared = [
             bench.compare(scene, args.rounds, pinned=True, changes=(f"allocator.profile={profile}",))
-            for scene, profile in real_scenes(
-                directory / "real", args, args.profile or directory / "profile.json"
-            )
+            for scene, profile in real_scenes(directory / "real", args, args.profile or directory / "profile.json")
         ]
         note = f"Measured: median of {args.rounds} rounds; in brackets the least and the most."
         note += (

@@ -76,6 +76,16 @@ DEATHS = (
         ),
     ),
     Death(
+        "a node that ranks need, and no other comes for `limits.elastic_after_s`",
+        "The run starts anew from its last checkpoint with the data-parallel sizes that the other nodes have room for. "
+        "When all have room again, it writes a checkpoint and goes on with them.",
+        (
+            "tests/controller/test_elastic.py::test_the_backbones_replicas_come_first",
+            "tests/controller/test_elastic.py::test_patience_counts_from_the_loss_or_the_last_step",
+            "tests/e2e/test_lost_node.py::test_a_run_goes_on_with_fewer_replicas_and_with_all_of_them_again",
+        ),
+    ),
+    Death(
         "a backbone rank, once too often",
         "The run ends (exit code 1) and names the rank. `--resume` continues.",
         (

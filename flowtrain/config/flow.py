@@ -88,6 +88,10 @@ class LimitsConfig(ConfigModel):
     """How often all actors may go back to a checkpoint because the coordinator was lost; 0: that ends the run."""
     max_backbone_restarts: int = Field(5, ge=0)
     """How often the backbone may go back to a checkpoint because a rank was lost; 0: a lost rank ends the run."""
+    elastic_after_s: float | None = Field(None, gt=0, le=MAX_DURATION_S)
+    """For a lost node without which no step is trained; then the run goes on from its last checkpoint with the
+    data-parallel degrees that the other nodes have room for, until there is room for all. None: it waits for the node,
+    and ends after ``start_timeout_s``."""
 
     @property
     def start_limit_s(self) -> float:

@@ -24,6 +24,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import local_ray
 from flowtrain.errors import ResourceError
 from flowtrain.mempool.transports.nixl_agent import NIXL_INSTALL, nixl_module
+from flowtrain.types.run_plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,11 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
             "or their num_cpus, or use a larger node"
         )
     return "PACK" if why_one is None else "STRICT_PACK"
+
+
+def with_devices(plan: Plan) -> Plan:
+    """Plan without accelerators if the cluster has none."""
+    return plan if ray.cluster_resources().get("GPU", 0) >= 1 else plan.without_devices()
 
 
 def place(bundles: Sequence[Bundle], nodes: Mapping[str, Bundle]) -> tuple[dict[str, int], Bundle | None]:

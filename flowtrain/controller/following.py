@@ -15,6 +15,7 @@ from flowtrain import __version__
 from flowtrain.config.load import plain_values
 from flowtrain.config.secrets import redacted
 from flowtrain.controller.audit import AuditTrail
+from flowtrain.controller.elastic import StartsAnew
 from flowtrain.controller.evaluations import Evaluations
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
@@ -88,6 +89,9 @@ def telling_the_end(stream: EventStream, recorder: Recorder, num_steps: int, sta
         outcome = "done"
     except KeyboardInterrupt:
         outcome, reason = "stopped", "interrupted"
+        raise
+    except StartsAnew as why:
+        outcome, reason = "stopped", f"it starts anew from its last checkpoint: {why}"
         raise
     except BaseException as error:
         reason = str(error) if isinstance(error, FlowTrainError) else f"{type(error).__name__}: {error}"

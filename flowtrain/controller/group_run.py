@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from flowtrain.actors.coordinator import start_flow
 from flowtrain.controller import worker_group
+from flowtrain.controller.elastic import Patience, RoomWatch, StartsAnew
 from flowtrain.controller.following import run_started
 from flowtrain.controller.hang_watch import Hang, HangWatch
 from flowtrain.controller.history import History
@@ -46,6 +47,7 @@ class GroupRun:
         stream: EventStream,
         display: ProgressDisplay,
         stop: StopRequest,
+        room: RoomWatch | None = None,
     ) -> None:
         self._run = run
         self._run_spec = run.run_spec
@@ -55,7 +57,9 @@ class GroupRun:
         self._stream = stream
         self._display = display
         self._stop = stop
+        self._room = room
         self._nodes = NodeWatch(run.group, stream.warn, stream.note)
+        self._patience = Patience(self._config.limits.elastic_after_s, self._nodes)
 
     def run(self, classes: ActorClasses, may_be_lost: bool, again: Callable[[], None] | None) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early.
@@ -138,7 +142,7 @@ class GroupRun:
 
         limits, note = self._config.limits, self._stream.note
         watcher = Watcher(self._actors, self._state, limits, self._take, note, self._stop, restarted)
-        watcher.on_turn = self._nodes.poll
+        watcher.on_turn = self._poll_nodes
         return watcher
 
     def _start_loops(self, is_first: bool) -> None:
@@ -210,17 +214,31 @@ class GroupRun:
 
     def _on_turn(self, desk: TraceDesk) -> None:
         desk.poll()
-        self._nodes.poll()
+        self._poll_nodes()
+        if self._room is not None and not self._stop.to_grow and self._room.has_room():
+            self._stream.note(
+                "the cluster has room for all of the run again: after this step and a checkpoint it goes on there"
+            )
+            self._stop.to_grow = True
         self._history.keepers.poll()
         if self._config.emulation is None:  # an emulated device waits as long as its cost says
             self._hangs.poll()
             self._producer_hangs.poll()
 
+    def _poll_nodes(self) -> None:
+        had_lost = self._nodes.lost_since_s is not None
+        self._nodes.poll()
+        is_whole_again = had_lost and self._nodes.lost_since_s is None
+        if is_whole_again and self._config.pool.network == "none" and self._nodes.num_used > 1:
+            raise StartsAnew("the run was on one node and now is on several, which its pool does not join")
+        last = self._history.recorder.last
+        self._patience.check(last.step if last else 0)
+
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from where its state is, and have the steps after it done again."""
         self._history.lost()
         self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again")
-        self._watcher.on_turn = self._nodes.poll  # there is no rank to ask
+        self._watcher.on_turn = self._poll_nodes  # there is no rank to ask
         limit_s, ranks = self._config.limits.stop_timeout_s, tuple(self._actors.of_role(Role.BACKBONE))
         self._actors.end_backbone(limit_s)
         worker_group.wait_until_ended(self._config, ranks, limit_s)

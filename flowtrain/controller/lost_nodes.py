@@ -31,7 +31,8 @@ class NodeWatch:
     ) -> None:
         self._group, self._warn, self._note, self._clock = group, warn, note, clock
         self._asked_s = clock()
-        self._is_lost = False
+        self.lost_since_s: float | None = None
+        """On the clock; None: all of the run's nodes are there."""
 
     def poll(self) -> None:
         """Ask, if it is time to; call it often."""
@@ -41,13 +42,24 @@ class NodeWatch:
         lost = self._lost()
         if lost is None:
             return
-        if lost and not self._is_lost:
+        if lost and self.lost_since_s is None:
+            self.lost_since_s = self._asked_s
             self._warn(
                 f"a node of the run is lost: {lost}, which may join at any time; what was there starts again then"
             )
-        elif self._is_lost and not lost:
+        elif self.lost_since_s is not None and not lost:
+            self.lost_since_s = None
             self._note("the run has all its nodes again")
-        self._is_lost = bool(lost)
+
+    @property
+    def num_used(self) -> int:
+        """Number of nodes that the run's bundles are on; 0: there are none, or Ray does not say."""
+        if self._group is None:
+            return 0
+        try:
+            return len(set(placement_group_table(self._group)["bundles_to_node_id"].values()))
+        except (ray.exceptions.RayError, OSError, RuntimeError):
+            return 0
 
     @property
     def reason(self) -> str:

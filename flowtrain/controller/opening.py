@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.pooling import hbm_offer
@@ -54,7 +53,7 @@ def place(run_spec: RunSpec, display: ProgressDisplay, stack: ExitStack) -> Plac
     config = run_spec.config
     display.phase("connecting to Ray, or starting it")
     dashboard = stack.enter_context(cluster.connected(config))
-    run_spec = _with_devices(run_spec)
+    run_spec = replace(run_spec, plan=cluster.with_devices(run_spec.plan))
     specs = actor_specs_of(run_spec.plan)
     bundles = bundles_of(specs)
     segments_nbytes = sum(spec.segment_nbytes for spec in specs)
@@ -109,10 +108,3 @@ def _note_devices(run_spec: RunSpec, specs: Sequence[ActorSpec], stream: EventSt
     stream.note(hbm_offer(run_spec.config.pool, None if has_device else NO_ACCELERATOR)[1])
     if any(spec.waits for spec in specs) and (lacking := nodes_without_mps()):
         stream.warn(without_mps_text(lacking))
-
-
-def _with_devices(run_spec: RunSpec) -> RunSpec:
-    """Plan without accelerators if the cluster has none."""
-    if ray.cluster_resources().get("GPU", 0) < 1:
-        return replace(run_spec, plan=run_spec.plan.without_devices())
-    return run_spec

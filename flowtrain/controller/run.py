@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import worker_group
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
+from flowtrain.controller.elastic import AGAIN_S, RoomWatch, StartsAnew, degrees_text, fitting
 from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.following import following, telling_the_end
 from flowtrain.controller.group_run import GroupRun
@@ -28,12 +30,14 @@ from flowtrain.controller.watch import GraceOver, GroupLost, StopRequested
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import COORDINATOR, ActorClasses
 from flowtrain.emulation.check import emulation_note, host_warning
-from flowtrain.errors import StallError
+from flowtrain.errors import ResourceError, StallError
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.stream import EventStream
 from flowtrain.training import checkpoint_store
 from flowtrain.types.run_plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 def run_training(
@@ -47,12 +51,48 @@ def run_training(
 
     resume: continue after the last complete checkpoint of a run with this name, or start if it has none. classes: the
     actors' plain classes, for tests. plan: as for ``prepare``. callbacks: follow the run, see ``flowtrain.Callback``.
+    With ``limits.elastic_after_s``, callbacks and trackers see each part of the run, on fewer or more devices, as a run
+    that is resumed.
     The caller must call ``check_run_dir`` first (before it imports this module).
     Raises FlowTrainError; in any case no actor and no pool memory is left behind.
     """
     assert config.mode != "auto", "a plan decides the mode before a run starts"
-    started = time.monotonic()
-    stop = StopRequest()
+    started, stop = time.monotonic(), StopRequest()
+    now, grown_from, wait_s = config, None, 0.0
+    while True:
+        room = None if now is config else RoomWatch(config, wait_s)
+        stop.to_grow = False
+        try:
+            summary = _run_part(now, resume, classes, plan, callbacks, started, stop, room)
+            if stop.is_set() or not stop.to_grow or not summary.stopped:
+                return summary
+            now, grown_from, wait_s = config, now, 0.0
+        except StartsAnew as why:
+            logger.warning("%s", why)
+            now, grown_from, wait_s = fitting(config), None, 0.0
+        except ResourceError as error:
+            if grown_from is None:
+                raise
+            logger.warning("the run goes on with fewer devices for %g s more: %s", AGAIN_S, error)
+            now, grown_from, wait_s = grown_from, None, AGAIN_S
+        logger.warning("the run goes on from its last checkpoint; data_parallel_size: %s", degrees_text(now))
+        resume = True
+
+
+def _run_part(
+    config: RunConfig,
+    resume: bool,
+    classes: ActorClasses | None,
+    plan: Plan | None,
+    callbacks: Sequence[object],
+    started: float,
+    stop: StopRequest,
+    room: RoomWatch | None,
+) -> RunSummary:
+    """Train until the run ends, or until it starts anew on other nodes; raises StartsAnew then, or ends for ``room``.
+
+    room: of a run on fewer nodes.
+    """
     with ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
@@ -75,7 +115,7 @@ def run_training(
         keepers = Keepers(config, classes)
         stack.callback(keepers.close)
         history = History(run, recorder, costs, committer, keepers)
-        controller = Controller(run, history, traces, stream, display, stop)
+        controller = Controller(run, history, traces, stream, display, stop, room)
         stopped = controller.run(classes)
     return _summary(run, history, stopped, started, stream.off)
 
@@ -113,6 +153,7 @@ class Controller:
         stream: EventStream,
         display: ProgressDisplay,
         stop: StopRequest,
+        room: RoomWatch | None,
     ) -> None:
         self._run = run
         self._config = run.run_spec.config
@@ -121,6 +162,7 @@ class Controller:
         self._stream = stream
         self._display = display
         self._stop = stop
+        self._room = room
 
     def run(self, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
@@ -158,7 +200,9 @@ class Controller:
         most = self._config.limits.max_coordinator_restarts if self._config.emulation is None else 0
         again: Callable[[], None] | None = None
         for left in range(most, -1, -1):
-            group = GroupRun(self._run, self._history, self._traces, self._stream, self._display, self._stop)
+            group = GroupRun(
+                self._run, self._history, self._traces, self._stream, self._display, self._stop, self._room
+            )
             try:
                 return group.run(classes, may_be_lost=left > 0, again=again)
             except GroupLost as lost:

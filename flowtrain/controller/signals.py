@@ -15,6 +15,8 @@ class StopRequest(threading.Event):
 
     terminated_s: float | None = None
     """When SIGTERM came first, on the monotonic clock: whoever sends it may not wait for ever. None: it did not."""
+    to_grow = False
+    """The run has room for all its devices again, and ends after a checkpoint only to go on with them."""
 
 
 @contextmanager

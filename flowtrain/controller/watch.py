@@ -89,7 +89,7 @@ class Watcher:
         self._asked_s = time.monotonic()
         self._was_answered = False
         self.on_turn: Callable[[], None] = lambda: None
-        """Called after every wait, a second apart at most; it may not raise."""
+        """Called after every wait, a second apart at most; what it raises ends the watching."""
 
     def results(
         self,
@@ -132,8 +132,9 @@ class Watcher:
             self._turn(())
             if self._error is None:
                 self._raise_lost()
-            if self._stop.is_set() and (decisions := self._state.on_stop()):
-                self._note(f"stopping after this step; a checkpoint follows{self._grace_text} (again: end at once)")
+            if self._must_stop and (decisions := self._state.on_stop()):
+                if self._stop.is_set():
+                    self._note(f"stopping after this step; a checkpoint follows{self._grace_text} (again: end at once)")
                 self._perform(decisions)
             if self._state.phase is Phase.DRAINING:
                 draining_since = draining_since or time.monotonic()
@@ -148,6 +149,10 @@ class Watcher:
         except (ray.exceptions.RayError, FlowTrainError, OSError) as lost:
             logger.warning("the last events of the failed run could not be recorded: %s", lost)
         raise self._error
+
+    @property
+    def _must_stop(self) -> bool:
+        return self._stop.is_set() or self._stop.to_grow
 
     @property
     def _grace_left_s(self) -> float | None:

@@ -149,3 +149,38 @@ def test_a_backbone_goes_on_when_a_node_takes_the_lost_ones_place(
     origin = r"the snapshot of step \d+ in its nodes' memory" if snapshots else r"the checkpoint of step 10"
     assert re.search(f"runs? (again|goes on|on) after [0-9.]+ s, from {origin}", " ".join(said.split())), said
     assert exact_metrics(run) == exact_metrics(together)
+
+
+def test_a_run_goes_on_with_fewer_replicas_and_with_all_of_them_again(tmp_path: Path, together: RunDir) -> None:
+    # Each node has room for one rank, the head for the encoder beside it.
+    config = lasting_config(
+        tmp_path,
+        "fewer",
+        "backbone.data_parallel_size=2",
+        "encoders.vision.data_parallel_size=1",
+        "backbone.num_cpus=1.5",
+        "encoders.vision.num_cpus=0.5",
+        "limits.elastic_after_s=5",
+    )
+    run = run_dir(config)
+    with nodes(2) as cluster, ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train, cluster, config)
+
+        def said_so_far() -> str:
+            return " ".join((cluster.directory / f"{config.name}.log").read_text(errors="replace").split())
+
+        steps_done(run, 12, training)
+        cluster.lose(1)
+        wait_until(lambda: training.done() or "backbone 1, vision 1" in said_so_far(), RUN_LIMIT_S, said_so_far)
+        steps_done(run, 14, training)
+        with paused(cluster, 0, "BackboneRank"):
+            cluster.join(1, 2)
+            wait_until(lambda: training.done() or "room for all" in said_so_far(), RUN_LIMIT_S, said_so_far)
+        code, said = training.result(RUN_LIMIT_S)
+    assert code == 0, said
+    assert "backbone 2, vision 1" in " ".join(said.split()), said
+    both, alone = (json_lines(each.metrics) for each in (run, together))
+    assert [line["step"] for line in both] == [line["step"] for line in alone]
+    # Sums of other degrees round otherwise.
+    assert [line["loss"] for line in both] == pytest.approx([line["loss"] for line in alone], rel=1e-4)
+    assert [line["num_samples"] for line in both] == [line["num_samples"] for line in alone]

@@ -1,0 +1,133 @@
+"""A run on fewer nodes than it began with: which degrees they have room for, and when all nodes are there again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import ray
+
+from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.load import override_config
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import cluster
+from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
+from flowtrain.controller.cluster import Bundle
+from flowtrain.controller.lost_nodes import NodeWatch
+from flowtrain.errors import ConfigError, ResourceError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 10.0
+AGAIN_S = 600.0
+"""After a cluster that seemed to have room had none: another job may hold it."""
+
+
+class StartsAnew(Exception):
+    """The run must start anew from its last checkpoint, on other nodes or on fewer. The text says why."""
+
+
+class Patience:
+    """How long a run waits for a lost node without which it cannot go on.
+
+    after_s: ``limits.elastic_after_s``.
+    """
+
+    def __init__(self, after_s: float | None, nodes: NodeWatch, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s, self._nodes, self._clock = after_s, nodes, clock
+        self._step, self._since_s = -1, clock()
+
+    def check(self, step: int) -> None:
+        """Raise StartsAnew if a node is lost, and no step was trained, for so long. step: the last trained one."""
+        if step != self._step:
+            self._step, self._since_s = step, self._clock()
+        lost_s = self._nodes.lost_since_s
+        if self._after_s is None or lost_s is None:
+            return
+        if self._clock() - max(lost_s, self._since_s) >= self._after_s:
+            raise StartsAnew(
+                f"no step was trained for limits.elastic_after_s ({self._after_s:g} s){self._nodes.reason}"
+            )
+
+
+class RoomWatch:
+    """Asks Ray now and then whether a run on fewer nodes has room for all that was asked for. wanted: that run."""
+
+    def __init__(self, wanted: RunConfig, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._wanted, self._clock = wanted, clock
+        self._next_s = clock() + wait_s
+
+    def has_room(self) -> bool:
+        """Ask, if it is time to; call it often."""
+        if self._clock() < self._next_s:
+            return False
+        self._next_s = self._clock() + POLL_S
+        try:
+            return _has_room(self._wanted)
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            logger.debug("Ray does not say what nodes there are: %s", error)
+            return False
+
+
+def fitting(config: RunConfig) -> RunConfig:
+    """Return a run with the largest data-parallel degrees that the cluster's nodes have room for, or the run itself.
+
+    The backbone's replicas come first, then those of encoders; other degrees stay. Raises ResourceError if even one
+    replica of each has no room.
+    """
+    with cluster.connected(config):
+        for backbone, encoders in _smaller_degrees(config):
+            values = {"backbone": backbone, **{f"encoders.{name}": count for name, count in encoders.items()}}
+            try:
+                smaller = override_config(config, [f"{key}.data_parallel_size={n}" for key, n in values.items()])
+            except ConfigError as error:
+                logger.debug("%s cannot be: %s", values, error)
+                continue
+            if _has_room(smaller) and _can_be_joined(smaller):
+                return config if degrees_text(smaller) == degrees_text(config) else smaller
+    raise ResourceError(
+        "the nodes that are left have no room even for one replica of the backbone and of each encoder; --resume goes "
+        "on from the last checkpoint once the cluster has room"
+    )
+
+
+def degrees_text(config: RunConfig) -> str:
+    """Return the data-parallel degrees of a run as a message has them."""
+    counts = {"backbone": config.backbone.data_parallel_size, **_encoder_replicas(config)}
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _smaller_degrees(config: RunConfig) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yield the backbone's and each encoder's replicas, the most first."""
+    encoders = _encoder_replicas(config)
+    most = max(encoders.values(), default=1)
+    for backbone in range(config.backbone.data_parallel_size, 0, -1):
+        for share in range(most, 0, -1):
+            yield backbone, {name: -(-count * share // most) for name, count in encoders.items()}
+
+
+def _encoder_replicas(config: RunConfig) -> dict[str, int]:
+    """Replicas of each encoder that has a number of its own."""
+    if not config.has_encoder_actors or config.mode == "colocated":
+        return {}
+    return {name: config.encoder_replicas(name) for name in config.encoders}
+
+
+def _has_room(config: RunConfig) -> bool:
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return cluster.place(_bundles(config), nodes)[1] is None
+
+
+def _bundles(config: RunConfig) -> list[Bundle]:
+    return bundles_of(actor_specs_of(cluster.with_devices(fixed_plan(config))))
+
+
+def _can_be_joined(config: RunConfig) -> bool:
+    """Whether the network of the pool joins the nodes that the run would have."""
+    try:
+        cluster.check_resources(_bundles(config), 0, config.pool.network)
+    except ResourceError as error:
+        logger.debug("%s", error)
+        return False
+    return True

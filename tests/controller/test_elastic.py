@@ -1,0 +1,166 @@
+"""A run on fewer nodes: how long it waits for a lost one, what the others have room for, when all is there again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import ray
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import cluster, elastic
+from flowtrain.controller.elastic import POLL_S, Patience, RoomWatch, StartsAnew, degrees_text, fitting
+from flowtrain.controller.lost_nodes import NodeWatch
+from flowtrain.errors import ResourceError
+from tests.e2e.worlds import World, tiny_config
+
+
+@pytest.fixture
+def config_of(tmp_path: Path) -> Callable[..., RunConfig]:
+    world = World(seed=1)
+    world.add_mixed(8)
+    file = world.write(tmp_path / "train.parquet")
+
+    def made(*overrides: str) -> RunConfig:
+        return tiny_config(
+            tmp_path,
+            file,
+            "elastic",
+            "pool.network=auto",
+            "backbone.data_parallel_size=4",
+            "backbone.num_cpus=1",
+            "encoders.vision.data_parallel_size=2",
+            "encoders.vision.num_cpus=1",
+            *overrides,
+        )
+
+    return made
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray says of the nodes."""
+    found: list[dict[str, Any]] = []
+
+    @contextmanager
+    def connected(config: RunConfig) -> Iterator[None]:
+        yield
+
+    def total() -> dict[str, float]:
+        return {"CPU": sum(node["Resources"]["CPU"] for node in found if node["Alive"])}
+
+    monkeypatch.setattr(cluster, "connected", connected)
+    monkeypatch.setattr(cluster, "_why_one_node", lambda nodes, network: None)
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    monkeypatch.setattr(ray, "cluster_resources", total)
+    return found
+
+
+def node(number: int, cpus: float, alive: bool = True) -> dict[str, Any]:
+    return {"NodeID": str(number), "Alive": alive, "Resources": {"CPU": cpus, "memory": 1e12}}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "degrees"),
+    [
+        ([3, 3], "backbone 4, vision 2"),
+        ([3, 2], "backbone 4, vision 1"),
+        ([2, 2], "backbone 3, vision 1"),
+        ([2], "backbone 1, vision 1"),
+    ],
+)
+def test_the_backbones_replicas_come_first(
+    config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]], cpus: list[float], degrees: str
+) -> None:
+    nodes += [node(number, count) for number, count in enumerate(cpus)]
+    nodes.append(node(len(cpus), 100, alive=False))
+    config = config_of()
+    found = fitting(config)
+    assert degrees_text(found) == degrees
+    assert found.backbone.tensor_parallel_size == config.backbone.tensor_parallel_size
+    assert found.training.global_batch_size == config.training.global_batch_size
+
+
+def test_a_replica_needs_a_node_with_room_for_all_of_it(
+    config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]]
+) -> None:
+    nodes += [node(number, 1.5) for number in range(4)]
+    assert degrees_text(fitting(config_of())) == "backbone 3, vision 1"
+    with pytest.raises(ResourceError, match="no room even for one replica"):
+        fitting(config_of("backbone.num_cpus=2"))
+
+
+def test_a_pool_that_joins_no_nodes_stays_on_one(
+    config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes += [node(0, 4), node(1, 4)]
+    monkeypatch.setattr(cluster, "_why_one_node", lambda nodes, network: "a reason")
+    assert degrees_text(fitting(config_of())) == "backbone 3, vision 1"
+
+
+def test_colocated_encoders_follow_the_backbone(
+    config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]]
+) -> None:
+    nodes.append(node(0, 4))
+    found = fitting(config_of("mode=colocated", "encoders.vision.data_parallel_size=4"))
+    assert degrees_text(found) == "backbone 2"
+    assert found.encoder_replicas("vision") == 2
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_patience_counts_from_the_loss_or_the_last_step() -> None:
+    clock = Clock()
+    watch = SimpleNamespace(lost_since_s=None, reason="; two wait")
+    patience = Patience(10.0, cast(NodeWatch, watch), clock)
+    clock.now_s = 100.0
+    patience.check(1)
+    clock.now_s = 200.0
+    patience.check(1)  # slow, and nothing is lost
+    watch.lost_since_s = 195.0
+    patience.check(1)
+    clock.now_s = 206.0
+    patience.check(2)  # it trains without the node
+    clock.now_s = 215.0
+    patience.check(2)
+    clock.now_s = 216.0
+    with pytest.raises(StartsAnew, match=r"no step was trained for limits.elastic_after_s \(10 s\); two wait"):
+        patience.check(2)
+
+
+def test_without_a_limit_a_run_waits() -> None:
+    clock = Clock()
+    patience = Patience(None, cast(NodeWatch, SimpleNamespace(lost_since_s=0.0, reason="")), clock)
+    clock.now_s = 1e6
+    patience.check(0)
+
+
+def test_room_is_asked_for_now_and_then(config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]]) -> None:
+    nodes.append(node(0, 3))
+    clock = Clock()
+    room = RoomWatch(config_of(), 5.0, clock)
+    nodes.append(node(1, 3))
+    assert not room.has_room(), "it waits first"
+    clock.now_s = 5.0
+    assert room.has_room()
+    nodes.pop()
+    assert not room.has_room(), "not asked again so soon"
+    clock.now_s += POLL_S
+    assert not room.has_room()
+
+
+def test_ray_may_not_answer(config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(config: RunConfig) -> bool:
+        raise ray.exceptions.RaySystemError("no answer")
+
+    monkeypatch.setattr(elastic, "_has_room", silent)
+    assert not RoomWatch(config_of(), 0.0, Clock()).has_room()

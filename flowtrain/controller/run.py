@@ -60,7 +60,8 @@ def run_training(
     started, stop = time.monotonic(), StopRequest()
     now, grown_from, wait_s = config, None, 0.0
     while True:
-        room = None if now is config else RoomWatch(config, wait_s)
+        # To end without a checkpoint would cost steps.
+        room = RoomWatch(config, wait_s) if now is not config and config.saves_at_end else None
         stop.to_grow = False
         try:
             summary = _run_part(now, resume, classes, plan, callbacks, started, stop, room)

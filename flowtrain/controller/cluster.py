@@ -136,14 +136,14 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
     """
     have, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     lacking = []
-    for resource, need in _total(bundles).items():
+    for resource, need in total(bundles).items():
         if not _is_type(resource) and need > have.get(resource, 0.0) + 1e-9:
             lacking.append(f"{resource}: {need:g} needed, {have.get(resource, 0.0):g} in the cluster")
     lacking += _lacking_types(bundles)
     why_one = None
     if not lacking:
         why_one = _why_one_node(nodes, network)
-        for bundle in bundles if why_one is None else [_total(bundles)]:
+        for bundle in bundles if why_one is None else [total(bundles)]:
             if not any(_fits(bundle, node["Resources"]) for node in nodes):
                 reason = "" if why_one is None else f", and all actors must share one: {why_one}"
                 lacking.append(f"no single node has {counts_text(bundle)}{reason}")
@@ -212,7 +212,7 @@ def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "ST
     try:
         if not group.wait(math.ceil(timeout_s)):  # Ray counts whole seconds
             free = ray.available_resources()
-            needed = _total(bundles)
+            needed = total(bundles)
             left = {name: free.get(name, 0.0) for name in needed}
             raise ResourceError(
                 f"no placement for {len(bundles)} groups of actors within limits.placement_timeout_s "
@@ -275,7 +275,8 @@ def _is_type(resource: str) -> bool:
     return resource.startswith(ACCELERATOR_TYPE)
 
 
-def _total(bundles: Sequence[Bundle]) -> Bundle:
+def total(bundles: Sequence[Bundle]) -> Bundle:
+    """Return what bundles need together."""
     return {name: sum(b.get(name, 0.0) for b in bundles) for name in sorted({name for b in bundles for name in b})}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import ray
 
@@ -36,12 +36,14 @@ class Patience:
 
     def __init__(self, after_s: float | None, nodes: NodeWatch, clock: Callable[[], float] = time.monotonic) -> None:
         self._after_s, self._nodes, self._clock = after_s, nodes, clock
-        self._step, self._since_s = -1, clock()
+        self._since_s = clock()
 
-    def check(self, step: int) -> None:
-        """Raise StartsAnew if a node is lost, and no step was trained, for so long. step: the last trained one."""
-        if step != self._step:
-            self._step, self._since_s = step, self._clock()
+    def progressed(self) -> None:
+        """A step was trained, an evaluation done, or a checkpoint written."""
+        self._since_s = self._clock()
+
+    def check(self) -> None:
+        """Raise StartsAnew if a node is lost, and the run made no progress, for so long."""
         lost_s = self._nodes.lost_since_s
         if self._after_s is None or lost_s is None:
             return
@@ -70,10 +72,11 @@ class RoomWatch:
             return False
 
 
-def fitting(config: RunConfig) -> RunConfig:
+def fitting(config: RunConfig, refused: Collection[str] = ()) -> RunConfig:
     """Return a run with the largest data-parallel degrees that the cluster's nodes have room for, or the run itself.
 
-    The backbone's replicas come first, then those of encoders; other degrees stay. Raises ResourceError if even one
+    The backbone's replicas come first, then those of encoders; other degrees stay. refused: degrees, as
+    ``degrees_text`` has them, with which the run could not start. Raises ResourceError if even one
     replica of each has no room.
     """
     with cluster.connected(config):
@@ -84,7 +87,7 @@ def fitting(config: RunConfig) -> RunConfig:
             except ConfigError as error:
                 logger.debug("%s cannot be: %s", values, error)
                 continue
-            if _has_room(smaller) and _can_be_joined(smaller):
+            if degrees_text(smaller) not in refused and _has_room(smaller) and _can_be_joined(smaller):
                 return config if degrees_text(smaller) == degrees_text(config) else smaller
     raise ResourceError(
         "the nodes that are left have no room even for one replica of the backbone and of each encoder; --resume goes "
@@ -116,7 +119,10 @@ def _encoder_replicas(config: RunConfig) -> dict[str, int]:
 
 def _has_room(config: RunConfig) -> bool:
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    return cluster.place(_bundles(config), nodes)[1] is None
+    bundles = _bundles(config)
+    if config.pool.network == "none":
+        bundles = [cluster.total(bundles)]
+    return cluster.place(bundles, nodes)[1] is None
 
 
 def _bundles(config: RunConfig) -> list[Bundle]:

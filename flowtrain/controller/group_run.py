@@ -24,14 +24,14 @@ from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.trace_desk import TraceDesk
-from flowtrain.controller.watch import BackboneLost, GroupLost, Watcher
+from flowtrain.controller.watch import BackboneLost, GroupLost, StopRequested, Watcher
 from flowtrain.controller.worker_group import ActorClasses
-from flowtrain.errors import CoordinatorLostError
+from flowtrain.errors import CoordinatorLostError, StallError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import first_unit
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.stream import EventStream
-from flowtrain.types.events import Event
+from flowtrain.types.events import CheckpointWritten, Event, UnitDone
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction, RankStart
 
@@ -186,6 +186,10 @@ class GroupRun:
             if history.start.in_memory and not keepers.has_lost_a_node():
                 keepers.close()
             raise
+        except StallError as error:
+            if self._config.limits.elastic_after_s is not None and self._nodes.lost_since_s is not None:
+                raise StartsAnew(str(error)) from error
+            raise
 
     def _run_backbone(self) -> None:
         unit, step = first_unit(self._flow_settings()), self._history.start.step
@@ -230,9 +234,15 @@ class GroupRun:
         self._nodes.poll()
         is_whole_again = had_lost and self._nodes.lost_since_s is None
         if is_whole_again and self._config.pool.network == "none" and self._nodes.num_used > 1:
+            if self._stop.is_set():
+                raise StopRequested
             raise StartsAnew("the run was on one node and now is on several, which its pool does not join")
-        last = self._history.recorder.last
-        self._patience.check(last.step if last else 0)
+        try:
+            self._patience.check()
+        except StartsAnew:
+            if self._stop.is_set():
+                raise StopRequested from None
+            raise
 
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from where its state is, and have the steps after it done again."""
@@ -257,5 +267,7 @@ class GroupRun:
 
     def _take(self, event: Event) -> None:
         self._history.take(event)
+        if isinstance(event, UnitDone | CheckpointWritten):
+            self._patience.progressed()
         self._hangs.take(event)
         self._traces.take(event)

@@ -13,6 +13,7 @@ from flowtrain.actors.pooling import hbm_offer
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, local_ray
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
+from flowtrain.controller.elastic import degrees_text
 from flowtrain.controller.mps import nodes_without_mps, without_mps_text
 from flowtrain.controller.prepare import RunSpec, with_start_limit
 from flowtrain.controller.resume import ResumePoint, changed_since, find_resume_point
@@ -74,7 +75,8 @@ def open_run(config: RunConfig, placed: PlacedRun, resume: bool, display: Progre
     stack.enter_context(held_run_dir(config))
     changed = changed_since(run_dir(config), config)
     files = open_run_dir(config, resume)
-    files.write_plan(asdict(run_spec.plan))
+    if degrees_text(config) == degrees_text(run_spec.config) or not files.plan.is_file():
+        files.write_plan(asdict(run_spec.plan))
     start = find_resume_point(files, run_spec, changed) if resume else ResumePoint()
     # What is lost starts again from a checkpoint, also in a run that began without one.
     run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None or config.emulation is None)

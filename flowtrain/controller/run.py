@@ -30,7 +30,7 @@ from flowtrain.controller.watch import GraceOver, GroupLost, StopRequested
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import COORDINATOR, ActorClasses
 from flowtrain.emulation.check import emulation_note, host_warning
-from flowtrain.errors import ResourceError, StallError
+from flowtrain.errors import ConfigError, ResourceError, StallError, WorkerLostError
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.stream import EventStream
@@ -58,30 +58,36 @@ def run_training(
     """
     assert config.mode != "auto", "a plan decides the mode before a run starts"
     started, stop = time.monotonic(), StopRequest()
-    now, grown_from, wait_s = config, None, 0.0
+    now, grown_from, wait_s, anew = config, None, 0.0, False
+    refused: set[str] = set()
     while True:
         # To end without a checkpoint would cost steps.
         room = RoomWatch(config, wait_s) if now is not config and config.saves_at_end else None
         stop.to_grow = False
         try:
-            summary = _run_part(now, resume, classes, plan, callbacks, started, stop, room)
+            summary = _run_part(now, config, resume, classes, plan, callbacks, started, stop, room)
             if stop.is_set() or not stop.to_grow or not summary.stopped:
                 return summary
-            now, grown_from, wait_s = config, now, 0.0
+            now, grown_from, wait_s, anew = config, now, 0.0, False
         except StartsAnew as why:
             logger.warning("%s", why)
-            now, grown_from, wait_s = fitting(config), None, 0.0
-        except ResourceError as error:
-            if grown_from is None:
+            refused.clear()
+            now, grown_from, wait_s, anew = fitting(config), None, 0.0, True
+        except (ConfigError, ResourceError, StallError, WorkerLostError) as error:
+            does_not_start = anew and isinstance(error, ConfigError | ResourceError)
+            if stop.is_set() or not (does_not_start or grown_from is not None):
                 raise
-            logger.warning("the run goes on with fewer devices for %g s more: %s", AGAIN_S, error)
-            now, grown_from, wait_s = grown_from, None, AGAIN_S
+            refused.add(degrees_text(now))
+            logger.warning("the run cannot go on with data_parallel_size %s: %s", degrees_text(now), error)
+            now = grown_from if grown_from is not None else fitting(config, refused)
+            grown_from, wait_s, anew = None, AGAIN_S, grown_from is None
         logger.warning("the run goes on from its last checkpoint; data_parallel_size: %s", degrees_text(now))
         resume = True
 
 
 def _run_part(
     config: RunConfig,
+    asked: RunConfig,
     resume: bool,
     classes: ActorClasses | None,
     plan: Plan | None,
@@ -92,7 +98,7 @@ def _run_part(
 ) -> RunSummary:
     """Train until the run ends, or until it starts anew on other nodes; raises StartsAnew then, or ends for ``room``.
 
-    room: of a run on fewer nodes.
+    asked: the run with all its replicas, which its directory keeps. room: of a run on fewer nodes.
     """
     with ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
@@ -104,7 +110,7 @@ def _run_part(
             return done
         if resume:
             check_goes_on(run_dir(config), run_spec)
-        run = open_run(config, place(run_spec, display, stack), resume, display, stack)
+        run = open_run(asked, place(run_spec, display, stack), resume, display, stack)
         traces = RunTraces(run.files, run.start.step, config.observability.trace.steps)
         stack.callback(traces.close)
         stream, recorder = stack.enter_context(following(run.run_spec, run.files, run.start, display, callbacks))

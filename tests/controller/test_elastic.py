@@ -90,6 +90,7 @@ def test_a_replica_needs_a_node_with_room_for_all_of_it(
 ) -> None:
     nodes += [node(number, 1.5) for number in range(4)]
     assert degrees_text(fitting(config_of())) == "backbone 3, vision 1"
+    assert degrees_text(fitting(config_of(), {"backbone 3, vision 1"})) == "backbone 2, vision 2"
     with pytest.raises(ResourceError, match="no room even for one replica"):
         fitting(config_of("backbone.num_cpus=2"))
 
@@ -123,25 +124,25 @@ def test_patience_counts_from_the_loss_or_the_last_step() -> None:
     watch = SimpleNamespace(lost_since_s=None, reason="; two wait")
     patience = Patience(10.0, cast(NodeWatch, watch), clock)
     clock.now_s = 100.0
-    patience.check(1)
+    patience.progressed()
     clock.now_s = 200.0
-    patience.check(1)  # slow, and nothing is lost
+    patience.check()  # slow, and nothing is lost
     watch.lost_since_s = 195.0
-    patience.check(1)
+    patience.check()
     clock.now_s = 206.0
-    patience.check(2)  # it trains without the node
+    patience.progressed()  # it trains without the node
     clock.now_s = 215.0
-    patience.check(2)
+    patience.check()
     clock.now_s = 216.0
     with pytest.raises(StartsAnew, match=r"no step was trained for limits.elastic_after_s \(10 s\); two wait"):
-        patience.check(2)
+        patience.check()
 
 
 def test_without_a_limit_a_run_waits() -> None:
     clock = Clock()
     patience = Patience(None, cast(NodeWatch, SimpleNamespace(lost_since_s=0.0, reason="")), clock)
     clock.now_s = 1e6
-    patience.check(0)
+    patience.check()
 
 
 def test_room_is_asked_for_now_and_then(config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]]) -> None:
@@ -156,6 +157,17 @@ def test_room_is_asked_for_now_and_then(config_of: Callable[..., RunConfig], nod
     assert not room.has_room(), "not asked again so soon"
     clock.now_s += POLL_S
     assert not room.has_room()
+
+
+def test_a_pool_that_joins_no_nodes_needs_one_with_room_for_all(
+    config_of: Callable[..., RunConfig], nodes: list[dict[str, Any]]
+) -> None:
+    nodes += [node(0, 5), node(1, 5)]
+    config, clock = config_of("pool.network=none"), Clock()
+    assert RoomWatch(config_of(), 0.0, clock).has_room()
+    assert not RoomWatch(config, 0.0, clock).has_room()
+    nodes.append(node(2, 6))
+    assert RoomWatch(config, 0.0, clock).has_room()
 
 
 def test_ray_may_not_answer(config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:

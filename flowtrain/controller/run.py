@@ -58,7 +58,7 @@ def run_training(
     """
     assert config.mode != "auto", "a plan decides the mode before a run starts"
     started, stop = time.monotonic(), StopRequest()
-    now, grown_from, wait_s, anew = config, None, 0.0, False
+    now, grown_from, wait_s, has_moved = config, None, 0.0, False
     refused: set[str] = set()
     while True:
         # To end without a checkpoint would cost steps.
@@ -68,19 +68,19 @@ def run_training(
             summary = _run_part(now, config, resume, classes, plan, callbacks, started, stop, room)
             if stop.is_set() or not stop.to_grow or not summary.stopped:
                 return summary
-            now, grown_from, wait_s, anew = config, now, 0.0, False
+            now, grown_from, wait_s = config, now, 0.0
         except StartsAnew as why:
             logger.warning("%s", why)
             refused.clear()
-            now, grown_from, wait_s, anew = fitting(config), None, 0.0, True
+            now, grown_from, wait_s, has_moved = fitting(config), None, 0.0, True
         except (ConfigError, ResourceError, StallError, WorkerLostError) as error:
-            does_not_start = anew and isinstance(error, ConfigError | ResourceError)
+            does_not_start = has_moved and isinstance(error, ConfigError | ResourceError)
             if stop.is_set() or not (does_not_start or grown_from is not None):
                 raise
             refused.add(degrees_text(now))
             logger.warning("the run cannot go on with data_parallel_size %s: %s", degrees_text(now), error)
             now = grown_from if grown_from is not None else fitting(config, refused)
-            grown_from, wait_s, anew = None, AGAIN_S, grown_from is None
+            grown_from, wait_s = None, AGAIN_S
         logger.warning("the run goes on from its last checkpoint; data_parallel_size: %s", degrees_text(now))
         resume = True
 

@@ -18,8 +18,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir, run_dir
 from tests.e2e.clusters import json_lines, wait_until
 from tests.e2e.disturbed import exact_metrics, run_undisturbed
-from tests.e2e.test_two_nodes import MOST_OF_A_NODE, RUN_LIMIT_S, title_of, train
-from tests.e2e.worlds import World, tiny_config
+from tests.e2e.test_two_nodes import MOST_OF_A_NODE, RUN_LIMIT_S, spread_config, title_of, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]  # every wait has a limit of its own
 
@@ -37,18 +36,8 @@ def nodes(count: int, head_cpus: int = NODE_CPUS) -> Iterator[NodePair]:
 
 
 def lasting_config(directory: Path, name: str, *overrides: str) -> RunConfig:
-    world = World(seed=5)
-    world.add_mixed(32)
-    return tiny_config(
-        directory,
-        world.write(directory / f"{name}.parquet"),
-        name,
-        "pool.network=auto",
-        "checkpoint.every_steps=10",
-        *LIMITS,
-        *overrides,
-        training={"max_steps": NUM_STEPS},
-    )
+    lasting = ("checkpoint.every_steps=10", f"training.max_steps={NUM_STEPS}")
+    return spread_config(directory, name, *lasting, *LIMITS, *overrides)
 
 
 @pytest.fixture(scope="module")

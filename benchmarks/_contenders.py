@@ -83,7 +83,7 @@ def run(contender: Contender, workload: Workload) -> Outcome:
         started = time.perf_counter()
         bins = contender.pack(lengths, rules)
         layout = lay_out_bins(bins, lengths, rules, contender.dispatch)
-        figures.append(figures_of(layout, lengths, rules, time.perf_counter() - started))
+        figures.append(figures_of(layout.bins, layout.slots, lengths, rules, time.perf_counter() - started))
         num_bins.append(len(bins))
         check(f"{workload.label}, {contender.label}", bins, lengths, rules)
         check(f"{workload.label}, {contender.label}", layout.bins, lengths, rules)

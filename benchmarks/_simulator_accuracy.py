@@ -129,7 +129,7 @@ def predict(config: RunConfig, case: Case, profile: Profile) -> Predicted:
     candidate = ModeCandidate(case.mode, backbone, encoders, encoder_layers=place, devices=2)
     at = request.of(backbone)
     surrogate = surrogates(times_of)(at)
-    batches = DrawnBatches.draw(at.workload, scheduler=config.scheduler)
+    batches = DrawnBatches.draw(at.workload, scheduler=config.step_scheduler)
     slowdown, _ = slowdown_of(at, surrogate, device.name)
     run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
     return Predicted(at.workload.global_batch_size / run.step_s, _peak_nbytes(at, candidate))

@@ -320,7 +320,7 @@ def pack(
     else:
         from flowtrain.controller.predict import run_workload
 
-        workload = run_workload(resolved, num_steps, progress)
+        workload = run_workload(resolved, num_steps, compare, progress)
     return report_workload(workload, compare, progress)
 
 

@@ -155,6 +155,13 @@ def changed_overrides(plan: Plan, config: RunConfig, also: Collection[str] = ())
     return _written({key: value for key, value in plan.settings().items() if is_named(key, value)})
 
 
+def changed_degrees(plan: Plan, config: RunConfig) -> tuple[str, ...]:
+    """Return the plan's degrees of the backbone that ``config`` has otherwise, as overrides."""
+    values = config.backbone.model_dump()
+    degrees = {key: value for key, value in plan.degree_settings().items() if key[0] == "backbone"}
+    return _written({key: value for key, value in degrees.items() if values[key[1]] != value})
+
+
 def to_yaml(plan: Plan) -> str:
     """Return the plan as YAML text that ``from_yaml`` reads back to an equal plan."""
     return dump_yaml(asdict(plan))

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from flowtrain.cli.pack_tables import BALANCE, BINS, CAPTIONS, counted, fact_rows, method_name, method_rows
+from flowtrain.cli.pack_tables import CAPTIONS, counted, fact_rows, method_name, method_rows, shown_columns
 from flowtrain.controller.pack import PackReport
 from flowtrain.scheduler.report import PAPER, MethodReport, StepFigures
 
@@ -272,14 +273,15 @@ svg {{ width: 100%; height: auto; }}
 
 
 def _page(report: PackReport, svg: str) -> str:
-    columns = (*BINS, *BALANCE)
+    shown = shown_columns(report)
+    columns = tuple(chain.from_iterable(shown.values()))
     headings = ["method", *(column.heading.replace("-\n", "").replace("\n", " ") for column in columns)]
     rows = [_row("th", headings), *(_row("td", row) for row in method_rows(report, columns))]
     return _PAGE.format(
         title=html.escape(f"Packing of {report.workload.source}"),
         facts="".join(_row("td", row) for row in fact_rows(report)),
         table="\n".join(rows),
-        legend=html.escape(". ".join(CAPTIONS.values())),
+        legend=html.escape(". ".join(CAPTIONS[name] for name in shown)),
         svg=svg,
     )
 

@@ -42,9 +42,15 @@ BALANCE = (
     Column("step's cost\nover bound, %", lambda report, _: _percent(report.excess), of_ranks=True),
     Column("to the\nfirst", lambda report, first: f"{report.step_cost / (first.step_cost or 1.0):.3f}"),
 )
+SIMULATED = (
+    Column("simulated\nstep, ms", lambda report, _: _ms(report.simulated_s)),
+    Column("time to\nthe first", lambda report, first: _ratio(report.simulated_s, first.simulated_s)),
+    Column("longest\nstep, ms", lambda report, _: _ms(max(step.simulated_s or 0.0 for step in report.steps))),
+)
 CAPTIONS = {
     "bins": "pad: tokens computed for no sample; plan: median time a step takes, from lengths to dispatch",
     "balance": "a / b: median / maximum; imbalance: costliest rank over the mean, minus 1; to the first: mean cost",
+    "simulated": "simulated step: mean time without the update; time to the first: the first method's is 1",
 }
 
 
@@ -55,13 +61,20 @@ def pack_tables(report: PackReport) -> tuple[Table, ...]:
     facts.add_column(overflow="fold")
     for name, text in fact_rows(report):
         facts.add_row(name, text)
-    return facts, _table(report, BINS, CAPTIONS["bins"]), _table(report, BALANCE, CAPTIONS["balance"])
+    tables = (_table(report, columns, CAPTIONS[name]) for name, columns in shown_columns(report).items())
+    return facts, *tables
+
+
+def shown_columns(report: PackReport) -> dict[str, tuple[Column, ...]]:
+    """The tables of a report by the name of their caption: the simulated times only if there are some."""
+    simulated = {"simulated": SIMULATED} if report.workload.search is not None else {}
+    return {"bins": BINS, "balance": BALANCE, **simulated}
 
 
 def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
     """Name and text of each fact: what was packed, with which settings, and what a reader must know."""
     workload, config = report.workload, report.workload.config
-    scheduler = config.scheduler
+    scheduler = config.step_scheduler
     yield "sizes", workload.source
     yield "steps", f"{workload.order}, {workload.step_sizes}"
     yield "samples", f"{workload.num_samples:,} with {counted(workload.num_tokens, 'token')}"
@@ -73,16 +86,22 @@ def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
         )
     if workload.rejected:
         yield "rejected", ", ".join(f"{count:,} {reason}" for reason, count in workload.rejected.items())
-    yield "configured", f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {workload.cost_label}"
+    policy = config.pipeline.policy
+    chosen = {"none": "", "pipetune": "policy pipetune, which starts from "}.get(policy, f"policy {policy}: ")
+    packing = f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {workload.cost_label}"
+    yield "configured", chosen + packing
     ranks = counted(config.backbone.data_parallel_size, "data-parallel rank")
     yield "", f"{ranks}, {scheduler.microbatch_tokens:,} tokens a microbatch"
+    if workload.search is not None:
+        yield "simulated", workload.simulated_on
     for note in workload.notes:
         yield "note", note
 
 
 def method_name(method: Method, configured: Method) -> str:
     """A method's name in a table: without its dispatch if that is the configured one; the paper's always in full."""
-    return method.packing if method.dispatch == configured.dispatch and method != PAPER else method.label
+    is_short = method.dispatch == configured.dispatch and method != PAPER and not method.is_searched
+    return method.packing if is_short else method.label
 
 
 def counted(count: int, noun: str) -> str:
@@ -106,6 +125,14 @@ def _table(report: PackReport, columns: Sequence[Column], caption: str) -> Table
     for row in method_rows(report, columns):
         table.add_row(*row)
     return table
+
+
+def _ms(seconds: float | None) -> str:
+    return f"{1e3 * seconds:.4g}" if seconds else "-"
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return f"{one / other:.3f}" if one and other else "-"
 
 
 def _percent(spread: Spread) -> str:

@@ -68,7 +68,7 @@ def _device_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
 
 def _modules(report: PlanReport) -> Table:
     has_types = len(report.cluster.device_types) > 1
-    table = _table("module", "degrees", "devices", "samples/s by formula", "peak memory, GiB", "MFU", "waits")
+    table = _table("module", "degrees", "devices", "samples/s\nby formula", "peak\nmemory, GiB", "MFU", "waits")
     for module in report.winner.modules:
         table.add_row(
             module.encoder if has_types else module.name,

@@ -50,7 +50,7 @@ def _modes(report: SimulationReport) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("mode", no_wrap=True)
     table.add_column("degrees, settings", overflow="fold", min_width=13)
-    for heading in ("samples/s", "by formula", "step, s", "MFU", "starved", "bubble"):
+    for heading in ("samples\n/s", "by\nformula", "step\ns", "MFU", "starved", "bubble"):
         table.add_column(heading, justify="right", no_wrap=True)
     for mode in report.modes:
         assert mode.rating.rate_formula is not None
@@ -71,7 +71,7 @@ def _flows(report: SimulationReport) -> Table:
     """How the data of each mode flowed."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("flow", no_wrap=True)
-    for heading in ("starved, s", "blocked, s", "pool mean", "pool peak", "pool", "lookahead", "lost, s"):
+    for heading in ("starved\ns", "blocked\ns", "pool\nmean", "pool\npeak", "pool", "look-\nahead", "lost\ns"):
         table.add_column(heading, justify="right", no_wrap=True)
     for mode in report.modes:
         flow = mode.run.flow
@@ -112,7 +112,7 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
         ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *report.not_possible.items(),
-        *(("policy", note) for note in report.notes),
+        *(("note", note) for note in report.notes),
     ]
 
 

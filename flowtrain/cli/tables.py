@@ -54,7 +54,11 @@ def plan_tables(
         run.add_row(label, f"{rounds.num_samples:,} samples every {rounds.every} steps{answered}")
     run.add_row("order", _order(config))
     run.add_row("oversized", f"more than {config.data.max_seq_len:,} tokens: {config.data.oversized}")
-    run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")
+    if (policy := _policy(config)) is not None:
+        run.add_row("policy", policy)
+    scheduler = config.step_scheduler
+    start = "searched, which starts from " if config.pipeline.policy == "pipetune" else ""
+    run.add_row("packing", f"{start}{scheduler.packing}, {scheduler.microbatch_tokens:,} tokens a microbatch")
     run.add_row("dispatch", f"{config.scheduler.dispatch}, {config.scheduler.num_buckets} buckets")
     run.add_row("cost", _cost(run_spec))
     run.add_row("backbone ranks", _backbone_ranks(run_spec.plan.backbone.degrees))
@@ -62,7 +66,7 @@ def plan_tables(
         slices = run_spec.partition.num_segments
         stages = f"{slices} slices of the layers a rank" if slices > 1 else "a slice of the layers a rank"
         place = f", {_ENCODER_PLACES[config.pipeline.encoder_layers]}" if config.mode == "monolithic" else ""
-        run.add_row("pipeline", f"{config.pipeline.schedule}, {stages}{place}")
+        run.add_row("pipeline", f"{config.pipeline.schedule}, {stages}{place}{_cut(run_spec)}")
     run.add_row("memory settings", _memory_settings(config))
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     run.add_row("devices", _devices(config, needs.num_devices))
@@ -202,6 +206,35 @@ def _devices(config: RunConfig, num_devices: float) -> str:
         of_each = ", ".join(f"{name} {share:g}" for name, share in (*encoders.items(), ("backbone", rest)))
         shares = f" (of each: {of_each})"
     return f"{num_devices:g} where the cluster has GPUs{shares}, else none"
+
+
+def _policy(config: RunConfig) -> str | None:
+    """What ``pipeline.policy`` does to steps, and for which devices; None if it leaves them to the scheduler."""
+    if config.pipeline.policy == "none":
+        return None
+    if config.pipeline.policy == "balanced":
+        return "balanced"
+    names = {"size": "the number of microbatches", "order": "their order", "precompute": "what is encoded ahead"}
+    searched = [text for key, text in names.items() if getattr(config.pipeline.pipetune, key)]
+    return f"pipetune searches {', '.join(searched) or 'the packing alone'}; times of {_searched_device(config)}"
+
+
+def _searched_device(config: RunConfig) -> str:
+    """Whose times a search of steps takes (``search.configured``)."""
+    if config.allocator.profile is not None:
+        return f"the devices of {config.allocator.profile}"
+    if config.emulation is not None:
+        return f"emulated {config.backbone.accelerator_type or config.emulation.device}"
+    return f"{config.backbone.accelerator_type} by data sheets, whatever the run's devices are"
+
+
+def _cut(run_spec: RunSpec) -> str:
+    """The layers of each stage, and the word that chose them; empty where ``pipeline.partition`` is not given."""
+    counts, word = run_spec.config.pipeline.counts, run_spec.partition_word
+    if counts is None:
+        return ""
+    by = f" by pipeline.partition {word}" if word is not None else ""
+    return f", cut into {' + '.join(map(str, counts))} layers{by}"
 
 
 def _memory_settings(config: RunConfig) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal, get_args
 
 from pydantic import field_validator
 
-from flowtrain.config.base import ConfigModel
+from flowtrain.config.base import ConfigModel, meant
 from flowtrain.errors import ConfigError, FaultCode
 
 AllocationMethod = Literal["milp", "even", "flops"]
@@ -49,8 +48,6 @@ class AllocatorConfig(ConfigModel):
             raise ConfigError.of(key, FaultCode.VALUE, said)
         for index, name in enumerate(value):
             if name not in PLANNER_CHOICES:
-                near = difflib.get_close_matches(str(name), PLANNER_CHOICES, n=1)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
-                said = f"{key}.{index} = {name!r}: a plan can choose {names}{meant}"
+                said = f"{key}.{index} = {name!r}: a plan can choose {names}{meant(name, PLANNER_CHOICES)}"
                 raise ConfigError.of(key, FaultCode.VALUE, said)
         return tuple(value)

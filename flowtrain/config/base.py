@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -11,6 +13,12 @@ MAX_INT = 2**53
 """Beyond it a number is not exact as a float, and a product of two leaves 64 bits."""
 MAX_DURATION_S = 1e7
 """Of every limit on waiting: 115 days. Clocks, sockets and locks of the system refuse longer ones."""
+
+
+def meant(value: object, choices: Iterable[str]) -> str:
+    """End a message about a word that is none of ``choices`` with the one most like it; empty if none is like it."""
+    near = difflib.get_close_matches(value, list(choices), n=1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class ConfigModel(BaseModel):

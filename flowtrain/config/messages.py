@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from flowtrain.config.base import meant
 from flowtrain.config.data import EVAL_FORMS
 from flowtrain.config.earlier import MOVED_KEYS
 from flowtrain.config.yaml_text import Path, dotted
@@ -149,8 +149,7 @@ def _unknown_key(document: Document, path: Path, value: Any) -> str:
 
 
 def _nearest_value(kind: str, value: Any, context: Mapping[str, Any]) -> str:
-    if kind != "literal_error" or not isinstance(value, str):
+    if kind != "literal_error":
         return ""
     choices = [choice.strip("'") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
-    near = difflib.get_close_matches(value, choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return meant(value, choices)

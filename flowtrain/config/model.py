@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from flowtrain.config.base import ConfigModel
+from flowtrain.config.base import ConfigModel, meant
 from flowtrain.config.parameter_names import ENCODERS, MODULES, is_pattern
 from flowtrain.errors import ConfigError, FaultCode
 
@@ -166,9 +166,9 @@ def _words(key: str, value: Any, layer_name: str) -> Any:
         if value in words:
             return value
         said = f"{key} = {value!r}: must be one of {', '.join(words)}, or a list with a word for each {layer_name}"
-        raise ConfigError.of(key, FaultCode.VALUE, said)
+        raise ConfigError.of(key, FaultCode.VALUE, said + meant(value, words))
     for layer, word in enumerate(value):
         if word not in each:
             said = f"{key}.{layer} = {word!r}: a list has one of {', '.join(each)} for each {layer_name}"
-            raise ConfigError.of(key, FaultCode.VALUE, said)
+            raise ConfigError.of(key, FaultCode.VALUE, said + meant(word, each))
     return tuple(value)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from flowtrain.config.base import MAX_DURATION_S, ConfigModel
+from flowtrain.config.base import MAX_DURATION_S, ConfigModel, meant
 from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import EncoderPlace
 
@@ -67,7 +67,7 @@ class PipelineConfig(ConfigModel):
             return value
         if not isinstance(value, list | tuple):
             said = f"{key} = {value!r}: must be one of {', '.join(words)}, or a list with each stage's number of layers"
-            raise ConfigError.of(key, FaultCode.VALUE, said)
+            raise ConfigError.of(key, FaultCode.VALUE, said + meant(value, words))
         for stage, count in enumerate(value):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 said = f"{key}.{stage} = {count!r}: must be a number of layers, an integer from 0"

@@ -113,6 +113,13 @@ class RunConfig(ConfigModel):
         return self.settled_mode in ENCODER_MODES
 
     @property
+    def step_scheduler(self) -> SchedulerConfig:
+        """The ``scheduler`` section by which steps are laid out: ``pipeline.policy`` may replace its packing."""
+        if self.pipeline.policy != "balanced":
+            return self.scheduler
+        return self.scheduler.model_copy(update={"packing": "balanced"})
+
+    @property
     def settled_mode(self) -> Mode:
         """The mode; with ``auto`` the one by which the configuration is read before a plan decides."""
         if self.mode == "auto":

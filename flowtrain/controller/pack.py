@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,16 @@ import numpy as np
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
 from flowtrain.costs.flops import IntArray
-from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import PACKERS
-from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, step_figures
+from flowtrain.scheduler.report import (
+    PAPER,
+    Method,
+    MethodReport,
+    StepFigures,
+    StepSearch,
+    WorkloadStep,
+    step_figures,
+)
 from flowtrain.scheduler.run_cost import cost_label
 from flowtrain.types.plan import CostModel
 
@@ -37,16 +44,6 @@ class StepPrediction:
     """Its ``packing_fill``."""
     step_imbalance: float
     """Its ``dp_imbalance``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadStep:
-    """Sizes of one step's samples, and the rules for its bins."""
-
-    lengths: Lengths
-    rules: PackingRules
-    num_positions: int
-    """Its samples, rejected ones too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +92,10 @@ class Workload:
     """Rejected samples of these steps, counted by reason."""
     source_notes: tuple[str, ...] = ()
     """What a reader must know about the source."""
+    search: StepSearch | None = None
+    """Of ``pipeline.policy: pipetune``; it also simulates the steps of every method."""
+    simulated_on: str = ""
+    """Which ranks it simulates, in words; empty without it."""
 
     @property
     def num_samples(self) -> int:
@@ -180,8 +181,10 @@ class PackReport:
                 "shuffle": config.data.shuffle,
                 "shuffle_blocks": config.data.shuffle_blocks,
                 "cost": workload.cost.name,
-                **{key: getattr(config.scheduler, key) for key in scheduler},
+                "policy": config.pipeline.policy,
+                **{key: getattr(config.step_scheduler, key) for key in scheduler},
             },
+            "simulated_on": workload.simulated_on or None,
             "num_steps": len(workload.steps),
             "num_samples": workload.num_samples,
             "num_tokens": workload.num_tokens,
@@ -196,12 +199,11 @@ class PackReport:
 def report_workload(workload: Workload, compare: bool = False, progress: Progress | None = None) -> PackReport:
     """Lay out every step by the configured method, or by all methods, and collect the figures."""
     config = workload.config
-    methods, num_steps = methods_of(config, compare), len(workload.steps)
+    methods, num_steps = methods_of(config, compare, workload.search is not None), len(workload.steps)
     reports = []
     for number, method in enumerate(methods):
-        steps = ((step.lengths, step.rules) for step in workload.steps)
         figures: list[StepFigures] = []
-        for step in step_figures(method, config.scheduler.num_buckets, steps):
+        for step in step_figures(method, config.scheduler.num_buckets, workload.steps, search=workload.search):
             figures.append(step)
             if progress is not None:
                 progress("packing", number * num_steps + len(figures), len(methods) * num_steps)
@@ -216,12 +218,18 @@ def first_steps(count: int, all_steps: int) -> str:
     return f"the first {count:,} of {all_steps:,} steps" if count > 1 else f"the first of {all_steps:,} steps"
 
 
-def methods_of(config: RunConfig, compare: bool) -> list[Method]:
-    """Return the configured method; with ``compare`` also every packing with its dispatch, and the paper's pair."""
-    configured = Method(config.scheduler.packing, config.scheduler.dispatch)
+def methods_of(config: RunConfig, compare: bool, can_search: bool) -> list[Method]:
+    """Return the configured method; with ``compare`` also every packing with its dispatch, and the paper's pair.
+
+    can_search: the search of ``pipeline.policy: pipetune`` is one of them.
+    """
+    scheduler = config.step_scheduler
+    packed = Method(scheduler.packing, scheduler.dispatch)
+    searched = [replace(packed, is_searched=True)] if can_search else []
+    configured = searched if searched and config.pipeline.policy == "pipetune" else [packed]
     if not compare:
-        return [configured]
-    return list(dict.fromkeys([configured, *(Method(name, configured.dispatch) for name in PACKERS), PAPER]))
+        return configured
+    return list(dict.fromkeys([*configured, *(Method(name, packed.dispatch) for name in PACKERS), PAPER, *searched]))
 
 
 def _notes(workload: Workload) -> Iterator[str]:

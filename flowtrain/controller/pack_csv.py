@@ -11,12 +11,13 @@ from flowtrain.config.load import override_config
 from flowtrain.config.model import BackboneConfig, EncoderConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.config.training import TrainingConfig
-from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep, first_steps
+from flowtrain.controller.pack import DEFAULT_STEPS, Workload, first_steps
 from flowtrain.costs.microbatch_costs import MicrobatchCosts
 from flowtrain.data.lengths_file import BLOCK_ROWS, LengthsFile
 from flowtrain.errors import ConfigError
 from flowtrain.flow.units import num_steps_of, unit_sequence
 from flowtrain.scheduler.cost import make_cost_model
+from flowtrain.scheduler.report import WorkloadStep
 from flowtrain.scheduler.run_cost import read_microbatch_costs
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.plan import CostModel

@@ -10,16 +10,19 @@ from itertools import islice
 from math import isqrt
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
+from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, first_steps
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.data.feed import Feed
+from flowtrain.errors import ConfigError
 from flowtrain.flow.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.packing.base import Lengths
+from flowtrain.scheduler.report import WorkloadStep
 from flowtrain.scheduler.run_cost import configured_costs, first_cost
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.search.configured import configured_search
+from flowtrain.search.configured import configured_search, has_times
+from flowtrain.search.pipetune import PipeTune
 from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SizedSample
 
@@ -91,14 +94,18 @@ def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[Siz
             yield SizedUnit(unit, tuple(share.sized), tuple(share.rejections))
 
 
-def run_workload(config: RunConfig, num_steps: int | None = None, progress: Progress | None = None) -> Workload:
+def run_workload(
+    config: RunConfig, num_steps: int | None = None, compare: bool = False, progress: Progress | None = None
+) -> Workload:
     """Size and plan a run's first steps: ``num_steps``, or ``DEFAULT_STEPS``, or as many as it has.
 
+    compare: with the search of ``pipeline.policy: pipetune``, if it is possible, whatever the policy is.
     progress: called after each step whose samples are sized. Raises ConfigError or DataError if the run could not
     start; its pool is not checked.
     """
     config = config.settled
     run_spec = prepare(config, check_pool=False)
+    search, notes = _search_of(run_spec, compare)
     planner = planner_of(run_spec)
     count = min(num_steps or DEFAULT_STEPS, run_spec.num_steps)
     steps: list[WorkloadStep] = []
@@ -108,7 +115,7 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
     for sized in sized_units(run_spec, count):
         sizes = planner.sizes_of(sized.samples)
         lengths = Lengths(sizes.tokens, sizes.vision_tokens)
-        steps.append(WorkloadStep(lengths, planner.rules(sized.unit), sized.unit.num_positions))
+        steps.append(WorkloadStep(lengths, planner.rules(sized.unit), sized.unit.num_positions, sizes))
         predictions.append(_prediction(planner.plan(sized.unit, sizes), is_exact))
         rejected.update(rejection.reason.value for rejection in sized.rejections)
         if progress is not None:
@@ -121,7 +128,37 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
         steps=tuple(steps),
         predictions=tuple(predictions),
         rejected=dict(rejected),
+        source_notes=notes,
+        search=search,
+        simulated_on=_simulated_on(search) if search is not None else "",
     )
+
+
+def _search_of(run_spec: RunSpec, compare: bool) -> tuple[PipeTune | None, tuple[str, ...]]:
+    """The search of a run, or the one that its methods are compared with; else why there is none, as a note."""
+    config, model = run_spec.config, run_spec.model_spec
+    if config.pipeline.policy == "pipetune" or not compare:
+        return configured_search(config, model), ()
+    if config.data.grouping is not None:
+        return None, ("data.grouping keeps its groups, so the policy pipetune, which packs anew, is not compared",)
+    if not has_times(config):
+        return None, (
+            "neither allocator.profile nor backbone.accelerator_type is given, so no step is simulated and the policy "
+            "pipetune is not compared",
+        )
+    tuned = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"policy": "pipetune"})})
+    try:
+        return configured_search(tuned, model), ()
+    except ConfigError as error:
+        return None, (f"no step is simulated, and the policy pipetune is not compared: {error}",)
+
+
+def _simulated_on(search: PipeTune) -> str:
+    """Which ranks a search simulates, and whose times they take."""
+    times, degrees = search.simulator.times.times, search.simulator.times.degrees
+    source = "data sheets" if times.profile is None else times.profile.source
+    ranks = "1 rank" if degrees.world_size == 1 else f"{degrees.world_size} ranks"
+    return f"{ranks} (dp={degrees.dp} pp={degrees.pp} tp={degrees.tp}) on {times.device.name}, times from {source}"
 
 
 def run_cost(config: RunConfig) -> CostModel:

@@ -66,6 +66,8 @@ class RunSpec:
     """Plans the first step."""
     cost_profile: Profile | None
     """The measured profile that ``cost`` comes from, or None."""
+    partition_word: str | None = None
+    """The word of ``pipeline.partition`` that the numbers in ``config`` stand for."""
 
     @property
     def partition(self) -> Partition:
@@ -130,6 +132,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     check_emulated_profile(config, spec)
     plan = with_settings_of(config, fixed_plan(config), plan)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
+    word = config.pipeline.partition if isinstance(config.pipeline.partition, str) else None
     config = with_chosen_partition(config, spec)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
@@ -155,6 +158,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         total_positions=total_positions,
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
+        partition_word=word,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
 from flowtrain.allocator.modes import as_run
+from flowtrain.allocator.plan import changed_degrees
 from flowtrain.allocator.simulated import partition_of
 from flowtrain.allocator.simulated_flow import FlowCandidate
 from flowtrain.allocator.whole import slowdown_of
@@ -137,12 +138,18 @@ class SimulationReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the run does and the simulated steps leave out."""
-        if self.planning.planned.config.pipeline.policy != "pipetune":
-            return ()
-        return (
-            "pipeline.policy is 'pipetune'; its searches take no time here, as in a run whose lookahead hides them",
-        )
+        """What the run does and the simulated steps leave out, and where they are not the configuration's own."""
+        planned, found = self.planning.planned, []
+        if planned.is_run and (changed := changed_degrees(self.planning.plan, planned.config)):
+            found.append(
+                f"these are steps of the plan, which changes the configuration's degrees ({' '.join(changed)}); "
+                "flowtrain pack --compare simulates steps with the configuration's own"
+            )
+        if planned.config.pipeline.policy == "pipetune":
+            found.append(
+                "pipeline.policy is 'pipetune'; its searches take no time here, as in a run whose lookahead hides them"
+            )
+        return tuple(found)
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -209,7 +216,7 @@ def _simulated(
     planned, config = planning.planned, planning.planned.config
     times_of = device_times(config, planning.rules, planning.profile)
     surrogate_for, request = surrogates(times_of), request_of(planned, planning.cluster, planning.profile)
-    batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
+    batches = DrawnBatches.draw(request.decided().workload, scheduler=config.step_scheduler)
     found: list[SimulatedMode] = []
     refused: dict[str, str] = {}
     for rating in planning.comparison.ratings:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import Protocol
 
 import numpy as np
 
-from flowtrain.scheduler.layout import Layout, lay_out
-from flowtrain.scheduler.packing.base import Lengths, PackingRules
+from flowtrain.costs.flops import IntArray
+from flowtrain.scheduler.layout import Arrange, Arrangement
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
+from flowtrain.scheduler.sample_sizes import SampleSizes
+from flowtrain.scheduler.step_planner import arranged
 from flowtrain.scheduler.summary import (
     dist_ratio,
     pad_ratio,
@@ -24,19 +28,47 @@ from flowtrain.types.plan import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to lay out a step; packing, dispatch: names as in the configuration."""
+    """A way to lay out a step; packing, dispatch: names as in the configuration.
+
+    is_searched: by a search, with what those methods give as the default.
+    """
 
     packing: str
     dispatch: str
+    is_searched: bool = False
 
     @property
     def label(self) -> str:
         """The name in tables."""
+        if self.is_searched:
+            return SEARCHED
         return f"{self.packing} + {self.dispatch}" + (" (paper)" if self == PAPER else "")
 
 
 PAPER = Method("best_fit", "zigzag")
 """The method of FlowTrain 3.4, Algorithm 1."""
+SEARCHED = "pipetune (searched)"
+"""Name of a searched method; ``pipeline.policy: pipetune`` is the only one."""
+
+
+class StepSearch(Arrange, Protocol):
+    """Searches the arrangement of a step, and times any arrangement."""
+
+    def seconds(self, sizes: SampleSizes, arrangement: Arrangement) -> float:
+        """Return the simulated seconds of the step, without the update."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadStep:
+    """Sizes of one step's samples, and the rules for its bins."""
+
+    lengths: Lengths
+    rules: PackingRules
+    num_positions: int
+    """Its samples, rejected ones too."""
+    sizes: SampleSizes | None = None
+    """All sizes of these samples; a search needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +98,9 @@ class StepFigures:
     cost_bound: float
     """Lower bound of ``cost`` for this much work, in the same unit."""
     plan_time_s: float
-    """Time from packing to dispatch."""
+    """Time from packing to dispatch, and of the search."""
+    simulated_s: float | None = None
+    """Simulated seconds without the update; None where the devices' times are not known."""
 
     @property
     def excess(self) -> float:
@@ -116,6 +150,8 @@ class MethodReport:
     """Mean over steps."""
     plan_time_s: Spread
     """Over steps."""
+    simulated_s: float | None = None
+    """Mean over steps; None where the devices' times are not known."""
 
     @classmethod
     def of(cls, method: Method, steps: Sequence[StepFigures]) -> MethodReport:
@@ -123,6 +159,7 @@ class MethodReport:
         slots = [step.num_slots for step in steps]
         bins = [step.num_bins for step in steps]
         num_tokens = sum(step.num_tokens for step in steps)
+        simulated = [step.simulated_s for step in steps if step.simulated_s is not None]
         return cls(
             method=method,
             steps=tuple(steps),
@@ -137,30 +174,46 @@ class MethodReport:
             excess=Spread.of(step.excess for step in steps),
             step_cost=fmean(step.cost for step in steps),
             plan_time_s=Spread.of(step.plan_time_s for step in steps),
+            simulated_s=fmean(simulated) if simulated else None,
         )
 
 
 def step_figures(
     method: Method,
     num_buckets: int,
-    steps: Iterable[tuple[Lengths, PackingRules]],
+    steps: Iterable[WorkloadStep],
     clock: Callable[[], float] = time.perf_counter,
+    search: StepSearch | None = None,
 ) -> Iterator[StepFigures]:
     """Lay out each step by a method and yield its figures; an unknown method raises ConfigError at the first.
 
-    steps: sizes of the samples and rules for the bins, per step. Each step is laid out twice and the second run is
-    timed, so that no figure includes a compilation.
+    search: of a searched method; where it is given, steps with all sizes are simulated.
+
+    Each step is laid out twice and the second run is timed, so that no figure includes a compilation. A search takes
+    long, and only the first one is run twice.
     """
-    for lengths, rules in steps:
-        lay_out(lengths, rules, method.packing, method.dispatch, num_buckets)
+    for number, step in enumerate(steps):
+        if number == 0 or not method.is_searched:
+            _arranged(method, num_buckets, step, search)
         started = clock()
-        layout = lay_out(lengths, rules, method.packing, method.dispatch, num_buckets)
-        yield figures_of(layout, lengths, rules, clock() - started)
+        chosen = _arranged(method, num_buckets, step, search)
+        figures = figures_of(chosen.bins, chosen.slots, step.lengths, step.rules, clock() - started)
+        if search is not None and step.sizes is not None and len(step.lengths):
+            figures = replace(figures, simulated_s=search.seconds(step.sizes, chosen))
+        yield figures
 
 
-def figures_of(layout: Layout, lengths: Lengths, rules: PackingRules, plan_time_s: float) -> StepFigures:
-    """Return the figures of one layout of ``lengths``."""
-    bins, slots, costs = layout.bins, layout.slots, layout.slot_costs
+def _arranged(method: Method, num_buckets: int, step: WorkloadStep, search: StepSearch | None) -> Arrangement:
+    default = arranged(step.lengths, step.rules, method.packing, method.dispatch, num_buckets)
+    if not method.is_searched or not len(step.lengths):
+        return default
+    assert search is not None and step.sizes is not None, "a search needs all sizes"
+    return search(step.sizes, step.rules, default)
+
+
+def figures_of(bins: Bins, slots: IntArray, lengths: Lengths, rules: PackingRules, plan_time_s: float) -> StepFigures:
+    """Return the figures of one layout of ``lengths``; slots: as of ``Layout``."""
+    costs = bins.costs(lengths, rules.cost)[slots]
     num_tokens, num_bins = int(lengths.tokens.sum()), len(bins)
     return StepFigures(
         num_samples=len(lengths),

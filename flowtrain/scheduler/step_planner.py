@@ -73,11 +73,11 @@ class StepPlanner:
         cls, config: RunConfig, dp_size: int, cost: CostModel, arrange: Arrange | None = None
     ) -> StepPlanner:
         """Build the planner of a run; cost: of its microbatches. arrange: as ``search.configured`` gives it."""
-        scheduler = config.scheduler
+        scheduler = config.step_scheduler
         return cls(
             dp_size=dp_size,
             microbatch_tokens=scheduler.microbatch_tokens,
-            packing="balanced" if config.pipeline.policy == "balanced" else scheduler.packing,
+            packing=scheduler.packing,
             cost=cost,
             num_buckets=scheduler.num_buckets,
             dispatch=scheduler.dispatch,
@@ -121,8 +121,7 @@ class StepPlanner:
         sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
         self._check(unit, sizes)
         lengths = Lengths(sizes.tokens, sizes.vision_tokens)
-        layout = lay_out(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
-        chosen = Arrangement(layout.bins, in_order_of_need(layout, self._num_buckets))
+        chosen = arranged(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
         if may_search and self._arrange is not None and self.is_searched(unit, sizes):
             chosen = self._arrange(sizes, self.rules(unit), chosen)
         bins, dealt = chosen.bins, chosen.slots.reshape(-1)
@@ -170,6 +169,12 @@ def _belong_to(unit: Unit, positions: IntArray) -> bool:
     if isinstance(own, range):
         return own.start <= positions[0] and positions[-1] < own.stop
     return set(own).issuperset(positions.tolist())
+
+
+def arranged(lengths: Lengths, rules: PackingRules, packing: str, dispatch: str, num_buckets: int) -> Arrangement:
+    """Lay out samples by the named methods, the slots in the order of need; raises as ``lay_out`` does."""
+    layout = lay_out(lengths, rules, packing, dispatch, num_buckets)
+    return Arrangement(layout.bins, in_order_of_need(layout, num_buckets))
 
 
 def in_order_of_need(layout: Layout, num_buckets: int) -> IntArray:

@@ -53,6 +53,12 @@ def configured_search(config: RunConfig, model: ModelSpec) -> PipeTune | None:
     return search_of(config, StepSimulator(partition, actions, encoder, buffered=is_cpu))
 
 
+def has_times(config: RunConfig) -> bool:
+    """Whether times of the backbone's devices are known, which a search needs."""
+    known = config.allocator.profile, config.emulation, config.backbone.accelerator_type
+    return any(each is not None for each in known)
+
+
 def search_of(config: RunConfig, simulator: StepSimulator) -> PipeTune:
     """Return the search by what times a run's steps, which decides the model, its cut and its devices.
 

@@ -91,7 +91,7 @@ def test_json_has_the_figures_of_every_method_and_of_the_papers(lengths: str) ->
             "cost": "eq3",
             "num_buckets": 4,
         },
-        "microbatch_tokens": 2048,
+        **{"policy": "none", "microbatch_tokens": 2048},
     }
     assert (record["num_samples"], record["num_steps"], record["rejected"]) == (NUM_ROWS, 3, {})
     methods = {method["label"]: method for method in record["methods"]}
@@ -224,6 +224,49 @@ def test_pack_predicts_the_plans_that_a_runs_planner_makes() -> None:
     assert [plan.digest() for plan in predicted_plans(load_config(QUICKSTART, changes), num_steps=1)] == [
         plans[0].digest()
     ]
+
+
+H200 = ("backbone.accelerator_type=H200", "training.global_batch_size=24", "backbone.data_parallel_size=2")
+
+
+def test_every_policy_is_compared_by_simulated_steps() -> None:
+    changes = [*H200, "mode=monolithic", "backbone.pipeline_parallel_size=2"]
+    report = flowtrain.pack(QUICKSTART, changes, num_steps=3, compare=True)
+    methods = {method.method.label: method for method in report.methods}
+    first, searched = report.methods[0], methods["pipetune (searched)"]
+    assert first.method.label == "best_fit_balanced + lpt" and "balanced + lpt" in methods
+    assert report.workload.simulated_on == "4 ranks (dp=2 pp=2 tp=1) on h200, times from data sheets"
+    assert searched.simulated_s is not None and first.simulated_s is not None
+    for step, default in zip(searched.steps, first.steps, strict=True):
+        assert step.simulated_s is not None and default.simulated_s is not None
+        assert 0 < step.simulated_s <= default.simulated_s, "what the search starts from is among its candidates"
+    assert searched.simulated_s < first.simulated_s
+    assert flowtrain.pack(QUICKSTART, changes, num_steps=1).methods[0].simulated_s is None, "only where it is asked for"
+
+    tuned = flowtrain.pack(QUICKSTART, [*changes, "pipeline.policy=pipetune"], num_steps=3)
+    (mine,) = tuned.methods
+    assert mine.method == searched.method
+    assert [step.num_bins for step in mine.steps] == [step.num_microbatches for step in tuned.steps]
+    assert [step.simulated_s for step in mine.steps] == [step.simulated_s for step in searched.steps]
+
+
+def test_tables_name_the_policy(tmp_path: Path) -> None:
+    balanced = pack(QUICKSTART, "--steps", "1", "pipeline.policy=balanced").stdout
+    assert "policy balanced: packing balanced, dispatch lpt" in balanced and "simulated" not in balanced
+    plot = tmp_path / "page.html"
+    shown = pack(QUICKSTART, "--steps", "1", *H200, "--compare", "pipeline.policy=pipetune", "--plot", str(plot)).stdout
+    assert "policy pipetune, which starts from packing best_fit_balanced" in shown
+    assert "simulated step: mean time without the update" in shown and "…" not in shown
+    assert "pipetune (searched)" in plot.read_text() and "simulated step, ms" in plot.read_text()
+
+
+def test_a_comparison_says_why_it_has_no_simulated_steps(tmp_path: Path) -> None:
+    record = record_of(QUICKSTART, "--steps", "1", "--compare")
+    assert record["simulated_on"] is None and all(each["simulated_s"] is None for each in record["methods"])
+    assert "neither allocator.profile nor backbone.accelerator_type is given" in record["notes"][0]
+    refused = record_of(QUICKSTART, "--steps", "1", "--compare", f"allocator.profile={tmp_path / 'none.json'}")
+    assert "no step is simulated, and the policy pipetune is not compared: " in refused["notes"][0]
+    assert "none.json" in refused["notes"][0]
 
 
 def test_arrival_order_is_said_to_be_unpredictable() -> None:

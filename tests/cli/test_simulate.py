@@ -138,4 +138,13 @@ def test_one_device_carries_both_sides() -> None:
 def test_what_a_simulated_search_leaves_out_is_named() -> None:
     changes = ["mode=decoupled", "allocator.choose=[]", "pipeline.policy=pipetune", "backbone.accelerator_type=H200"]
     report = flowtrain.simulate(QUICKSTART, changes, devices=1, device="h200")
-    assert report.as_record()["notes"] == list(report.notes) and "searches take no time" in report.notes[0]
+    assert report.as_record()["notes"] == list(report.notes) and "searches take no time" in report.notes[-1]
+
+
+def test_steps_of_other_degrees_than_the_configurations_are_named() -> None:
+    def notes(*changes: str) -> tuple[str, ...]:
+        return flowtrain.simulate(QUICKSTART, ["mode=monolithic", *changes], devices=2, device="h200").notes
+
+    assert notes("backbone.data_parallel_size=2") == ()
+    (note,) = notes("backbone.pipeline_parallel_size=2")
+    assert "changes the configuration's degrees" in note and "backbone.pipeline_parallel_size=1" in note

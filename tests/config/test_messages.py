@@ -36,6 +36,21 @@ def refusal(path: Path, *overrides: str) -> str:
         ("training.global_batch_size=many", "training.global_batch_size = 'many': must be an integer"),
         ("training.global_batch_size=1.5", "training.global_batch_size = 1.5: must be an integer"),
         ("training.global_batch_size=0", "training.global_batch_size = 0: must be at least 1"),
+        (
+            "pipeline.partition=ballanced",
+            "pipeline.partition = 'ballanced': must be one of uniform, parameters, profile, balanced, or a list with "
+            "each stage's number of layers; did you mean 'balanced'?",
+        ),
+        (
+            "backbone.activation_checkpointing=adaptiv",
+            "backbone.activation_checkpointing = 'adaptiv': must be one of none, full, selective, offload, every_n, "
+            "adaptive, or a list with a word for each decoder layer; did you mean 'adaptive'?",
+        ),
+        (
+            "backbone.activation_checkpointing=[none, fulll]",
+            "backbone.activation_checkpointing.1 = 'fulll': a list has one of none, full, selective, offload for each "
+            "decoder layer; did you mean 'full'?",
+        ),
         ("pool.alignment=65", "pool.alignment = 65: must be a multiple of 64"),
         ("pool.alignment=0", "pool.alignment = 0: must be at least 64"),
         ("training.learning_rate=[1]", "training.learning_rate = [1]: must be a number"),

@@ -14,7 +14,7 @@ from flowtrain.scheduler.cost import eq3, tokens
 from flowtrain.scheduler.layout import Layout
 from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import PACKERS
-from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, figures_of, step_figures
+from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, WorkloadStep, figures_of, step_figures
 
 CAPACITY = 100
 METHODS = [Method(name, "lpt") for name in PACKERS] + [PAPER]
@@ -30,7 +30,7 @@ def test_figures_of_a_layout_by_hand() -> None:
     lengths = Lengths.of([60, 40, 50, 20], [3, 1, 0, 2])
     rules = PackingRules(CAPACITY, tokens(CAPACITY), dp_size=2)
     layout = layout_of([[0, 1], [2], [3], []], [[0, 1], [2, 3]], lengths, rules)
-    figures = figures_of(layout, lengths, rules, plan_time_s=0.25)
+    figures = figures_of(layout.bins, layout.slots, lengths, rules, plan_time_s=0.25)
     assert (figures.num_samples, figures.num_tokens, figures.num_bins, figures.num_slots) == (4, 170, 4, 2)
     assert figures.num_weightless == 1
     assert figures.fill == 170 / 400
@@ -48,13 +48,15 @@ def test_figures_of_a_layout_by_hand() -> None:
 def test_the_bound_is_the_costliest_sample_where_that_is_more_than_an_even_share() -> None:
     lengths = Lengths.of([100, 1])
     rules = PackingRules(CAPACITY, eq3(CAPACITY), dp_size=2)
-    figures = figures_of(layout_of([[0], [1]], [[0, 1]], lengths, rules), lengths, rules, 0.0)
+    layout = layout_of([[0], [1]], [[0, 1]], lengths, rules)
+    figures = figures_of(layout.bins, layout.slots, lengths, rules, 0.0)
     assert figures.cost_bound == pytest.approx(2.0)
     assert figures.excess == pytest.approx(0.0)
 
 
 def test_a_step_without_samples_has_no_cost_and_pads_all_that_it_computes() -> None:
-    steps = list(step_figures(Method("best_fit", "lpt"), 4, [(Lengths.of([]), PackingRules(100, eq3(100), dp_size=2))]))
+    step = WorkloadStep(Lengths.of([]), PackingRules(100, eq3(100), dp_size=2), 0)
+    steps = list(step_figures(Method("best_fit", "lpt"), 4, [step]))
     (figures,) = steps
     assert (figures.num_bins, figures.num_slots, figures.num_weightless) == (2, 1, 2)
     assert (figures.fill, figures.cost, figures.excess, figures.step_imbalance) == (0.0, 0.0, 0.0, 0.0)
@@ -91,7 +93,7 @@ def test_a_report_weighs_steps_by_what_they_have() -> None:
 def test_only_laying_out_is_timed_and_the_steps_keep_their_order() -> None:
     ticks = count()
     rules = PackingRules(CAPACITY, eq3(CAPACITY), dp_size=2)
-    steps = [(Lengths.of([10] * number), rules) for number in (3, 1, 2)]
+    steps = [WorkloadStep(Lengths.of([10] * number), rules, number) for number in (3, 1, 2)]
     found = list(step_figures(PAPER, 4, steps, clock=lambda: float(next(ticks))))
     assert [step.num_samples for step in found] == [3, 1, 2]
     assert [step.plan_time_s for step in found] == [1.0, 1.0, 1.0]
@@ -99,7 +101,7 @@ def test_only_laying_out_is_timed_and_the_steps_keep_their_order() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    steps = [(Lengths.of([10]), PackingRules(CAPACITY, eq3(CAPACITY)))]
+    steps = [WorkloadStep(Lengths.of([10]), PackingRules(CAPACITY, eq3(CAPACITY)), 1)]
     with pytest.raises(ConfigError, match="worst_fit"):
         next(step_figures(Method("worst_fit", "lpt"), 4, steps))
 
@@ -116,7 +118,8 @@ def test_the_papers_method_is_named_as_such() -> None:
 )
 def test_no_figure_of_any_method_is_impossible(sizes: list[tuple[int, int]], dp_size: int, method: Method) -> None:
     lengths = Lengths.of([size for size, _ in sizes], [vision for _, vision in sizes])
-    (found,) = step_figures(method, 4, [(lengths, PackingRules(CAPACITY, eq3(CAPACITY), dp_size, seed=3))])
+    rules = PackingRules(CAPACITY, eq3(CAPACITY), dp_size, seed=3)
+    (found,) = step_figures(method, 4, [WorkloadStep(lengths, rules, len(sizes))])
     assert found.num_tokens == sum(size for size, _ in sizes)
     assert found.num_bins == found.num_slots * dp_size >= max(dp_size, math.ceil(found.num_tokens / CAPACITY))
     assert 0 <= found.fill <= 1

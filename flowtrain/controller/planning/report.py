@@ -196,7 +196,7 @@ def make_report(
     request = request_of(planned, cluster, profile)
     times_of = device_times(config, rules, profile)
     surrogate_for = surrogates(times_of)
-    batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
+    batches = DrawnBatches.draw(request.decided().workload, scheduler=config.step_scheduler)
     trials, unused = () if profile is None else profile.trials, None
     if profile is not None and trials:
         conditions = trial_conditions(config, planned.workload, cluster.num_devices)

@@ -15,13 +15,17 @@ from flowtrain.controller import cluster
 from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
 from flowtrain.controller.cluster import Bundle
 from flowtrain.controller.lost_nodes import NodeWatch
-from flowtrain.errors import ConfigError, ResourceError
+from flowtrain.errors import ConfigError, FlowTrainError, ResourceError, StallError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 10.0
 AGAIN_S = 600.0
 """After a cluster that seemed to have room had none: another job may hold it."""
+
+
+_OF_A_GROWN_RUN = (ConfigError, ResourceError, StallError, WorkerLostError)
+"""What may end a run with all its replicas that trained well on fewer: one of its new nodes is bad."""
 
 
 class StartsAnew(Exception):
@@ -60,9 +64,14 @@ class RoomWatch:
         self._wanted, self._clock = wanted, clock
         self._next_s = clock() + wait_s
 
+    @property
+    def waits_s(self) -> float:
+        """Seconds until it asks; 0 or less if it is time to."""
+        return self._next_s - self._clock()
+
     def has_room(self) -> bool:
         """Ask, if it is time to; call it often."""
-        if self._clock() < self._next_s:
+        if self.waits_s > 0.0:
             return False
         self._next_s = self._clock() + POLL_S
         try:
@@ -70,6 +79,52 @@ class RoomWatch:
         except (ray.exceptions.RayError, OSError, RuntimeError) as error:
             logger.debug("Ray does not say what nodes there are: %s", error)
             return False
+
+
+class Parts:
+    """The parts of one run, each with the degrees that the nodes have room for, until it ends.
+
+    fit: returns a run with the largest degrees that fit and were not refused; see ``fitting``.
+    """
+
+    def __init__(self, config: RunConfig, fit: Callable[[RunConfig, Collection[str]], RunConfig] | None = None) -> None:
+        self.now = config
+        """The part that runs, or is about to."""
+        self._asked, self._fit = config, fit or fitting
+        self._grown_from: RunConfig | None = None
+        self._refused: set[str] = set()
+        self._has_moved = False
+        self._wait_s = 0.0
+
+    def room_watch(self) -> RoomWatch | None:
+        """Return what tells a part on fewer nodes to end since all have room again; None for a whole run."""
+        # To end without a checkpoint would cost steps.
+        if self.now is self._asked or not self._asked.saves_at_end:
+            return None
+        return RoomWatch(self._asked, self._wait_s)
+
+    def grow(self) -> None:
+        """The part ended after a checkpoint, and all replicas come next."""
+        self.now, self._grown_from, self._wait_s = self._asked, self.now, 0.0
+
+    def go_on_after(self, error: StartsAnew | FlowTrainError) -> None:
+        """Choose the part that follows one which ended by an error; raises the error if none does.
+
+        Raises ResourceError if not even one replica of each module has room.
+        """
+        if isinstance(error, StartsAnew):
+            logger.warning("%s", error)
+            self._refused.clear()
+            self.now, self._grown_from, self._wait_s, self._has_moved = self._fit(self._asked, ()), None, 0.0, True
+            return
+        does_not_start = self._has_moved and isinstance(error, ConfigError | ResourceError)
+        is_too_large = self._grown_from is not None and isinstance(error, _OF_A_GROWN_RUN)
+        if not (does_not_start or is_too_large):
+            raise error
+        self._refused.add(degrees_text(self.now))
+        logger.warning("the run cannot go on with data_parallel_size %s: %s", degrees_text(self.now), error)
+        self.now = self._grown_from if self._grown_from is not None else self._fit(self._asked, self._refused)
+        self._grown_from, self._wait_s = None, AGAIN_S
 
 
 def fitting(config: RunConfig, refused: Collection[str] = ()) -> RunConfig:

@@ -20,6 +20,7 @@ from flowtrain.controller.evaluations import Evaluations
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import ResumePoint, consumed_at
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Role
 from flowtrain.errors import FlowTrainError
 from flowtrain.observability.callback import deliver
@@ -77,10 +78,12 @@ def run_started(run_spec: RunSpec, files: RunDir, start: ResumePoint, device: st
 
 
 @contextmanager
-def telling_the_end(stream: EventStream, recorder: Recorder, num_steps: int, started: float) -> Iterator[None]:
+def telling_the_end(
+    stream: EventStream, recorder: Recorder, stop: StopRequest, num_steps: int, started: float
+) -> Iterator[None]:
     """Close the recorder after the block, and tell the stream how the run ended.
 
-    started: when the command began, on the monotonic clock.
+    stop: whether it was asked to. started: when the command began, on the monotonic clock.
     """
     outcome: Outcome = "failed"
     reason: str | None = None
@@ -99,6 +102,7 @@ def telling_the_end(stream: EventStream, recorder: Recorder, num_steps: int, sta
     finally:
         recorder.close()
         if outcome == "done" and stream.step < num_steps:
-            outcome, reason = "stopped", "on request"
+            outcome = "stopped"
+            reason = "it goes on with all its replicas" if stop.ends_to_grow else "on request"
         duration_s = time.monotonic() - started
         stream.emit(RunEnded(step=stream.step, outcome=outcome, reason=reason, duration_s=duration_s))

@@ -13,7 +13,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import worker_group
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.elastic import AGAIN_S, RoomWatch, StartsAnew, degrees_text, fitting
+from flowtrain.controller.elastic import Parts, RoomWatch, StartsAnew, degrees_text
 from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.following import following, telling_the_end
 from flowtrain.controller.group_run import GroupRun
@@ -30,7 +30,7 @@ from flowtrain.controller.watch import GraceOver, GroupLost, StopRequested
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import COORDINATOR, ActorClasses
 from flowtrain.emulation.check import emulation_note, host_warning
-from flowtrain.errors import ConfigError, ResourceError, StallError, WorkerLostError
+from flowtrain.errors import FlowTrainError, StallError
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.stream import EventStream
@@ -57,31 +57,22 @@ def run_training(
     Raises FlowTrainError; in any case no actor and no pool memory is left behind.
     """
     assert config.mode != "auto", "a plan decides the mode before a run starts"
-    started, stop = time.monotonic(), StopRequest()
-    now, grown_from, wait_s, has_moved = config, None, 0.0, False
-    refused: set[str] = set()
+    started, stop, parts = time.monotonic(), StopRequest(), Parts(config)
     while True:
-        # To end without a checkpoint would cost steps.
-        room = RoomWatch(config, wait_s) if now is not config and config.saves_at_end else None
         stop.to_grow = False
         try:
-            summary = _run_part(now, config, resume, classes, plan, callbacks, started, stop, room)
-            if stop.is_set() or not stop.to_grow or not summary.stopped:
+            room = parts.room_watch()
+            summary = _run_part(parts.now, config, resume, classes, plan, callbacks, started, stop, room)
+            if not (stop.ends_to_grow and summary.stopped):
                 return summary
-            now, grown_from, wait_s = config, now, 0.0
+            parts.grow()
         except StartsAnew as why:
-            logger.warning("%s", why)
-            refused.clear()
-            now, grown_from, wait_s, has_moved = fitting(config), None, 0.0, True
-        except (ConfigError, ResourceError, StallError, WorkerLostError) as error:
-            does_not_start = has_moved and isinstance(error, ConfigError | ResourceError)
-            if stop.is_set() or not (does_not_start or grown_from is not None):
+            parts.go_on_after(why)
+        except FlowTrainError as error:
+            if stop.is_set():
                 raise
-            refused.add(degrees_text(now))
-            logger.warning("the run cannot go on with data_parallel_size %s: %s", degrees_text(now), error)
-            now = grown_from if grown_from is not None else fitting(config, refused)
-            grown_from, wait_s = None, AGAIN_S
-        logger.warning("the run goes on from its last checkpoint; data_parallel_size: %s", degrees_text(now))
+            parts.go_on_after(error)
+        logger.warning("the run goes on from its last checkpoint; data_parallel_size: %s", degrees_text(parts.now))
         resume = True
 
 
@@ -114,7 +105,7 @@ def _run_part(
         traces = RunTraces(run.files, run.start.step, config.observability.trace.steps)
         stack.callback(traces.close)
         stream, recorder = stack.enter_context(following(run.run_spec, run.files, run.start, display, callbacks))
-        stack.enter_context(telling_the_end(stream, recorder, run_spec.num_steps, started))
+        stack.enter_context(telling_the_end(stream, recorder, stop, run_spec.num_steps, started))
         costs = CostKeeper(run.run_spec, run.files, run.start.cost, stream.note)
         note_start(run, stream)
         committer = Committer(run.run_spec, run.files, recorder, costs, stream.warn, stream.emit)

@@ -18,6 +18,11 @@ class StopRequest(threading.Event):
     to_grow = False
     """The run has room for all its devices again, and ends after a checkpoint only to go on with them."""
 
+    @property
+    def ends_to_grow(self) -> bool:
+        """Whether this is why it ends, and nobody asked for an end."""
+        return self.to_grow and not self.is_set()
+
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:

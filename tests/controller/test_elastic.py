@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,9 @@ import ray
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, elastic
-from flowtrain.controller.elastic import POLL_S, Patience, RoomWatch, StartsAnew, degrees_text, fitting
+from flowtrain.controller.elastic import AGAIN_S, POLL_S, Parts, Patience, RoomWatch, StartsAnew, degrees_text, fitting
 from flowtrain.controller.lost_nodes import NodeWatch
-from flowtrain.errors import ResourceError
+from flowtrain.errors import ConfigError, DataError, FlowTrainError, ResourceError, WorkerLostError
 from tests.e2e.worlds import World, tiny_config
 
 
@@ -176,3 +176,72 @@ def test_ray_may_not_answer(config_of: Callable[..., RunConfig], monkeypatch: py
 
     monkeypatch.setattr(elastic, "_has_room", silent)
     assert not RoomWatch(config_of(), 0.0, Clock()).has_room()
+
+
+class Fit:
+    """Stands for ``fitting``: the next of these numbers of backbone replicas, none of which was refused."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = list(counts)
+
+    def __call__(self, config: RunConfig, refused: Collection[str]) -> RunConfig:
+        for count in self.counts:
+            backbone = config.backbone.model_copy(update={"data_parallel_size": count})
+            found = config.model_copy(update={"backbone": backbone})
+            if degrees_text(found) not in refused:
+                return found
+        raise ResourceError("no room")
+
+
+LOST = WorkerLostError("backbone rank 3 is lost")
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), ResourceError("no"), DataError("no"), LOST])
+def test_an_error_of_a_run_that_was_never_smaller_ends_it(
+    config_of: Callable[..., RunConfig], error: FlowTrainError
+) -> None:
+    parts = Parts(config := config_of(), Fit(2))
+    with pytest.raises(type(error)) as caught:
+        parts.go_on_after(error)
+    assert caught.value is error and parts.now is config and parts.room_watch() is None
+
+
+def test_degrees_that_do_not_start_are_not_tried_again(config_of: Callable[..., RunConfig]) -> None:
+    parts = Parts(config_of(), Fit(3, 2))
+    parts.go_on_after(StartsAnew("a node is lost"))
+    assert parts.now.backbone.data_parallel_size == 3
+    parts.go_on_after(ResourceError("another job holds the room"))
+    assert parts.now.backbone.data_parallel_size == 2
+    with pytest.raises(WorkerLostError):
+        parts.go_on_after(LOST)  # it did start
+    with pytest.raises(ResourceError, match="no room"):
+        parts.go_on_after(ConfigError("too little memory"))
+    parts.go_on_after(StartsAnew("another node is lost"))
+    assert parts.now.backbone.data_parallel_size == 3, "other nodes may be there now"
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), ResourceError("no"), LOST])
+def test_a_run_that_cannot_grow_goes_on_as_it_was(config_of: Callable[..., RunConfig], error: FlowTrainError) -> None:
+    parts = Parts(config := config_of(), Fit(2))
+    parts.go_on_after(StartsAnew("a node is lost"))
+    small, room = parts.now, parts.room_watch()
+    assert small.backbone.data_parallel_size == 2 and room is not None and room.waits_s <= 0.0
+    parts.grow()
+    assert parts.now is config and parts.room_watch() is None
+    parts.go_on_after(error)
+    again = parts.room_watch()
+    assert parts.now is small and again is not None and again.waits_s == pytest.approx(AGAIN_S, abs=60.0)
+
+
+def test_a_run_of_bad_data_ends_though_it_has_grown(config_of: Callable[..., RunConfig]) -> None:
+    parts = Parts(config_of(), Fit(2))
+    parts.go_on_after(StartsAnew("a node is lost"))
+    parts.grow()
+    with pytest.raises(DataError):
+        parts.go_on_after(DataError("too many rejected samples"))
+
+
+def test_a_run_that_ends_without_a_checkpoint_does_not_grow(config_of: Callable[..., RunConfig]) -> None:
+    parts = Parts(config_of("checkpoint.at_end=false"), Fit(2))
+    parts.go_on_after(StartsAnew("a node is lost"))
+    assert parts.now.backbone.data_parallel_size == 2 and parts.room_watch() is None

@@ -18,6 +18,7 @@ from flowtrain.controller.following import following, run_started, telling_the_e
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import ResumePoint
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Role
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.observability import stream as stream_module
@@ -50,7 +51,7 @@ def run(root: Path, *callbacks: object, each: Callable[[EventStream, Recorder], 
     started = time.monotonic()
     with (
         following(prepared(), files, ResumePoint(), display, callbacks) as (stream, recorder),
-        telling_the_end(stream, recorder, NUM_STEPS, started),
+        telling_the_end(stream, recorder, StopRequest(), NUM_STEPS, started),
     ):
         stream.emit(run_started(prepared(), files, ResumePoint(), "cpu", [Role.BACKBONE, Role.ENCODER, Role.ENCODER]))
         for step in range(1, NUM_STEPS + 1):
@@ -203,14 +204,17 @@ def test_callbacks_that_cannot_follow_are_refused_before_anything_starts(tmp_pat
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def ended(tmp_path: Path, error: BaseException | None, last_step: int = NUM_STEPS) -> tuple[RunEnded, RunDir]:
+def ended(
+    tmp_path: Path, error: BaseException | None, last_step: int = NUM_STEPS, stop: StopRequest | None = None
+) -> tuple[RunEnded, RunDir]:
     ends: list[RunEnded] = []
+    stop = stop or StopRequest()
     tmp_path.joinpath("run").mkdir()
     files, display = RunDir(tmp_path / "run"), ProgressDisplay("off", NUM_STEPS)
     with following(prepared(), files, ResumePoint(), display, ()) as (stream, recorder):
         stream.add(lambda event: ends.append(event) if isinstance(event, RunEnded) else None)
         try:
-            with telling_the_end(stream, recorder, NUM_STEPS, time.monotonic()):
+            with telling_the_end(stream, recorder, stop, NUM_STEPS, time.monotonic()):
                 recorder.take(done(train_unit(last_step)))  # held: an evaluation follows
                 if error is not None:
                     raise error
@@ -218,6 +222,15 @@ def ended(tmp_path: Path, error: BaseException | None, last_step: int = NUM_STEP
             assert raised is error
     (end,) = ends
     return end, files
+
+
+def test_a_part_that_ends_to_grow_says_so_unless_an_end_was_asked_for(tmp_path: Path) -> None:
+    stop = StopRequest()
+    stop.to_grow = True
+    assert ended(tmp_path, None, 4, stop)[0].reason == "it goes on with all its replicas"
+    stop.set()
+    tmp_path.joinpath("asked").mkdir()
+    assert ended(tmp_path / "asked", None, 4, stop)[0].reason == "on request"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flowtrain.controller.prepare import prepare
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.controller.run_report import write_report
 from flowtrain.controller.run_traces import RunTraces
+from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import Role
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.report.outcome import State
@@ -45,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
         traces = RunTraces(found, 0, NUM_STEPS)
         with (
             following(spec, found, ResumePoint(), ProgressDisplay("off", NUM_STEPS), ()) as (stream, recorder),
-            telling_the_end(stream, recorder, NUM_STEPS, started),
+            telling_the_end(stream, recorder, StopRequest(), NUM_STEPS, started),
         ):
             recorder.peak = DevicePeak("cpu", 1e11, "measured")
             costs = CostKeeper(spec, found, None, stream.note)

@@ -75,6 +75,7 @@ LIMITS = (
 )
 """So that a stopped process is noticed soon."""
 NOTICE_S, RUN_S = 240.0, 420.0
+HEADINGS = ("role", "fault", "number", "what the run did", "noticed s (most)", "trained again s (most)", "steps again")
 EVERY_SNAPSHOT = 1
 
 
@@ -232,7 +233,7 @@ class CampaignRun:
             each.how, each.noticed_s = "ended, resumed", now_s - self._hit_s
 
 
-def audit(run: CampaignRun, config: RunConfig, undisturbed: RunDir) -> None:
+def audit(config: RunConfig, undisturbed: RunDir) -> None:
     """Compare a finished run with the undisturbed one. Raises AuditFailed with the difference."""
     try:
         check_same_end(run_dir(config), undisturbed)
@@ -259,7 +260,7 @@ def campaign(args: argparse.Namespace, console: Console) -> list[Suffered]:
         faults = [each for each in faults if each.role != "keeper" or number % 2]  # else there is none
         run = CampaignRun(number, config, directory, faults)
         run.complete()
-        audit(run, config, run_dir(reference))
+        audit(config, run_dir(reference))
         with record.open("a") as file:
             file.writelines(json.dumps(asdict(each)) + "\n" for each in run.suffered)
         done += run.suffered
@@ -304,9 +305,7 @@ def main() -> None:
     if args.json:
         print(json.dumps([asdict(each) for each in suffered]))
         return
-    table = Table(
-        "role", "fault", "number", "what the run did", "noticed s (most)", "trained again s (most)", "steps again"
-    )
+    table = Table(*HEADINGS)
     for row in rows_of(suffered):
         table.add_row(*row)
     console.print(table)

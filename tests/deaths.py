@@ -86,6 +86,16 @@ DEATHS = (
         ),
     ),
     Death(
+        "a node, while the run starts for the first time",
+        "All actors start again once a node has room, up to `limits.max_coordinator_restarts` times. Any other first "
+        "start that fails ends the run, since the next one would fail too.",
+        (
+            "tests/controller/test_group_run.py::test_a_first_start_that_loses_a_node_is_tried_again",
+            "tests/controller/test_lost_nodes.py::test_a_loss_is_waited_for_as_long_as_ray_takes_to_notice",
+            "tests/controller/test_cluster.py::test_a_node_that_dies_while_it_is_asked_does_not_count",
+        ),
+    ),
+    Death(
         "a backbone rank, once too often",
         "The run ends (exit code 1) and names the rank. `--resume` continues.",
         (

@@ -238,6 +238,9 @@ def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | No
     ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=PROBE_TIMEOUT_S)
     silent = [node_id for node_id, answer in answers.items() if answer not in ready]
     lacking = [node_id for node_id, answer in answers.items() if answer in ready and not _has_nixl(answer)]
+    if silent or lacking:  # a node that was just lost counts as alive for some seconds
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        silent, lacking = ([node_id for node_id in each if node_id in alive] for each in (silent, lacking))
     found = []
     if lacking:
         found.append(f"NIXL ({NIXL_INSTALL}) is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}")

@@ -15,7 +15,7 @@ from flowtrain.controller.elastic import Patience, RoomWatch, StartsAnew
 from flowtrain.controller.following import run_started
 from flowtrain.controller.hang_watch import Hang, HangWatch
 from flowtrain.controller.history import History
-from flowtrain.controller.lost_nodes import NodeWatch
+from flowtrain.controller.lost_nodes import NODE, NodeWatch
 from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import memory_shortage
 from flowtrain.controller.producer_watch import ProducerWatch
@@ -26,7 +26,7 @@ from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import BackboneLost, GroupLost, StopRequested, Watcher
 from flowtrain.controller.worker_group import ActorClasses
-from flowtrain.errors import CoordinatorLostError, StallError
+from flowtrain.errors import CoordinatorLostError, StallError, WorkerLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.units import first_unit
 from flowtrain.observability.progress import ProgressDisplay
@@ -60,6 +60,7 @@ class GroupRun:
         self._room = room
         self._nodes = NodeWatch(run.group, stream.warn, stream.note)
         self._patience = Patience(self._config.limits.elastic_after_s, self._nodes)
+        self._is_up = False
 
     def run(self, classes: ActorClasses, may_be_lost: bool, again: Callable[[], None] | None) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early.
@@ -67,7 +68,7 @@ class GroupRun:
         In any case all actors end.
 
         may_be_lost: once all actors run, raise GroupLost when the coordinator is lost; else that is an error.
-        again: called when all actors run; None: they run for the first time, which the stream shows.
+        again: called when all actors run; None: no group has run before.
         """
         self._display.phase("starting actors, which load their models")
         coordinator = self._start_coordinator(classes)
@@ -85,14 +86,19 @@ class GroupRun:
             self._state = self._run_state(may_be_lost, has_run=again is not None)
             self._hangs, self._producer_hangs = self._hang_watches()
             self._watcher = self._new_watcher()
-            self._start_loops(is_first=again is None)
+            self._start_loops()
+            self._is_up = True
             self._state.on_backbone_started()
             if again is not None:
                 again()
             return self._watch()
-        except CoordinatorLostError as error:  # it was asked before it was missed
-            if self._state.may_lose_coordinator:
+        except WorkerLostError as error:
+            is_missed = isinstance(error, CoordinatorLostError) and self._state.may_lose_coordinator
+            if is_missed:  # it was asked before it was missed
                 raise GroupLost(Role.COORDINATOR, str(error)) from error
+            if may_be_lost and not self._is_up and self._nodes.loses_one():
+                # Unlike any other start that fails, the next one need not.
+                raise GroupLost(NODE, f"while the run started: {error}") from error
             raise
         except BackboneLost as lost:  # while all started again
             raise GroupLost(lost.name, lost.reason) from lost
@@ -145,10 +151,10 @@ class GroupRun:
         watcher.on_turn = self._poll_nodes
         return watcher
 
-    def _start_loops(self, is_first: bool) -> None:
+    def _start_loops(self) -> None:
         self._actors.run_producers()
         started = self._start_backbone()
-        if is_first:
+        if self._history.recorder.peak is None:  # the run's first start that succeeds
             self._announce(started)
         self._display.phase(f"waiting for step {self._history.start.step + 1}")
         self._run_backbone()

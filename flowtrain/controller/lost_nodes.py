@@ -12,6 +12,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from flowtrain.controller.cluster import counts_text
 
 POLL_S = 5.0
+NODE = "a node"
+"""Its name, where an actor's would stand."""
+NOTICE_S = 20.0
+"""Ray may take so long to notice a node that was cut off; it counts missed heartbeats."""
 _LOST = "RESCHEDULING"
 """State of a placement group of which bundles have lost their node: Ray looks for another one, without a limit."""
 
@@ -50,6 +54,18 @@ class NodeWatch:
         elif self.lost_since_s is not None and not lost:
             self.lost_since_s = None
             self._note("the run has all its nodes again")
+
+    def loses_one(self, within_s: float = NOTICE_S, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Whether a node of the run is lost. Waits for Ray to notice, unless all actors are on one node.
+
+        To be asked after an actor was lost, which shows earlier.
+        """
+        deadline_s = self._clock() + within_s
+        while not self._lost():
+            if self.num_used < 2 or self._clock() > deadline_s:
+                return False
+            sleep(1.0)
+        return True
 
     @property
     def num_used(self) -> int:

@@ -145,6 +145,20 @@ def test_nodes_without_nixl_are_named(monkeypatch: pytest.MonkeyPatch, silent: s
         check_resources([{"CPU": 2.0}, {"CPU": 1.0}], 0, "nixl")
 
 
+@pytest.mark.parametrize("silent", [None, "node-1"])
+def test_a_node_that_dies_while_it_is_asked_does_not_count(monkeypatch: pytest.MonkeyPatch, silent: str | None) -> None:
+    set_cluster(monkeypatch, *TWO_NODES, {"CPU": 4.0, "memory": 1e9})
+    FakeProbe({"node-0": "nixl_cu12", "node-1": None, "node-2": "nixl_cu12"}, silent).install(monkeypatch)
+    before, asked = ray.nodes(), []
+
+    def nodes() -> list[dict[str, Any]]:
+        asked.append(True)
+        return before if len(asked) == 1 else [{**node, "Alive": node["NodeID"] != "node-1"} for node in before]
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    assert check_resources(APART, 0, "auto") == "PACK"
+
+
 def test_one_node_needs_no_network_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     set_cluster(monkeypatch, {"CPU": 4.0})
     probe = FakeProbe({})

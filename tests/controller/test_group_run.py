@@ -1,4 +1,4 @@
-"""A start from a snapshot that fails is not tried again."""
+"""A start from a snapshot that fails is not tried again, and a first one only if it has lost a node."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flowtrain.controller import worker_group
 from flowtrain.controller.group_run import GroupRun
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.controller.watch import BackboneLost, GroupLost
+from flowtrain.errors import CoordinatorLostError, WorkerLostError
 from tests.training.ranks import make_config
 
 
@@ -37,3 +38,29 @@ def test_after_a_failed_start_its_snapshots_are_given_up_unless_a_node_was_lost(
     with pytest.raises(type(lost)):
         group._start_backbone()
     assert closed == [True] * (in_memory and not node_is_lost)
+
+
+@pytest.mark.parametrize("error", [WorkerLostError("rank 0 died"), CoordinatorLostError("the coordinator died")])
+@pytest.mark.parametrize("node_is_lost", [False, True])
+@pytest.mark.parametrize("may_be_lost", [False, True])
+def test_a_first_start_that_loses_a_node_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: WorkerLostError, node_is_lost: bool, may_be_lost: bool
+) -> None:
+    def fails() -> None:
+        raise error
+
+    killed: list[bool] = []
+    actors = SimpleNamespace(roles={}, leaders={}, run_producers=fails, kill=lambda: killed.append(True))
+    monkeypatch.setattr(worker_group, "start_actors", lambda *_: actors)
+    history = SimpleNamespace(run_id="", counts=None)
+    run_spec = SimpleNamespace(config=make_config(), num_steps=1, indexes=())
+    run: Any = SimpleNamespace(run_spec=run_spec, group=None, specs=())
+    stream: Any = SimpleNamespace(warn=None, note=None)
+    display: Any = SimpleNamespace(phase=lambda text: None)
+    group = GroupRun(run, history, None, stream, display, None)  # type: ignore[arg-type]  # nothing else is asked
+    for name, value in (("_start_coordinator", None), ("_hang_watches", (None, None)), ("_new_watcher", None)):
+        monkeypatch.setattr(group, name, lambda *_, value=value: value)
+    group._nodes = SimpleNamespace(loses_one=lambda: node_is_lost)  # type: ignore[assignment]
+    with pytest.raises(GroupLost if node_is_lost and may_be_lost else type(error)) as caught:
+        group.run(None, may_be_lost, None)  # type: ignore[arg-type]
+    assert killed == [True] and str(error) in str(caught.value)

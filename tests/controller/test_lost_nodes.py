@@ -81,3 +81,29 @@ def test_ray_is_asked_now_and_then_and_may_not_answer(monkeypatch: pytest.Monkey
 def test_a_run_without_bundles_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, group=None)
     assert world.poll() == [] and world.watch.reason == "" and not world.num_asked
+
+
+def test_a_loss_is_waited_for_as_long_as_ray_takes_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+
+    def sleep(seconds: float) -> None:
+        world.now_s += seconds
+        if world.now_s > 8.0:
+            world.lose()
+
+    assert world.watch.loses_one(20.0, sleep) and 8.0 < world.now_s < 10.0
+    assert world.watch.loses_one(20.0, sleep), "it is known by now"
+
+
+def test_no_loss_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        world.now_s += seconds
+        waited.append(seconds)
+
+    assert not world.watch.loses_one(20.0, sleep) and 19.0 <= sum(waited) <= 22.0
+    waited.clear()
+    world.table = world._table("CREATED", HERE)
+    assert not world.watch.loses_one(20.0, sleep) and not waited, "all actors are on one node, which has the driver"

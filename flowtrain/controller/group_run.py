@@ -96,7 +96,7 @@ class GroupRun:
             is_missed = isinstance(error, CoordinatorLostError) and self._state.may_lose_coordinator
             if is_missed:  # it was asked before it was missed
                 raise GroupLost(Role.COORDINATOR, str(error)) from error
-            if may_be_lost and not self._is_up and self._nodes.loses_one():
+            if may_be_lost and not self._is_up and self._nodes.has_lost_one():
                 # Unlike any other start that fails, the next one need not.
                 raise GroupLost(NODE, f"while the run started: {error}") from error
             raise

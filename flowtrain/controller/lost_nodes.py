@@ -35,6 +35,7 @@ class NodeWatch:
     ) -> None:
         self._group, self._warn, self._note, self._clock = group, warn, note, clock
         self._asked_s = clock()
+        self._began_on = self._used()
         self.lost_since_s: float | None = None
         """On the clock; None: all of the run's nodes are there."""
 
@@ -55,27 +56,38 @@ class NodeWatch:
             self.lost_since_s = None
             self._note("the run has all its nodes again")
 
-    def loses_one(self, within_s: float = NOTICE_S, sleep: Callable[[float], None] = time.sleep) -> bool:
-        """Whether a node of the run is lost. Waits for Ray to notice, unless all actors are on one node.
+    def has_lost_one(self, within_s: float = NOTICE_S, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Whether a node of the run was lost, though another one may have taken its place.
 
-        To be asked after an actor was lost, which shows earlier.
+        To be asked after an actor was lost, which shows earlier. Waits for Ray to notice, unless all are on one node.
         """
         deadline_s = self._clock() + within_s
-        while not self._lost():
-            if self.num_used < 2 or self._clock() > deadline_s:
+        while not self._has_lost_one_of_the_first():
+            if len(self._began_on) < 2 or self._clock() > deadline_s:
                 return False
             sleep(1.0)
         return True
 
+    def _has_lost_one_of_the_first(self) -> bool:
+        try:
+            return not self._began_on <= _alive()
+        except (ray.exceptions.RayError, OSError, RuntimeError):
+            return False
+
     @property
     def num_used(self) -> int:
         """Number of nodes that the run's bundles are on; 0: there are none, or Ray does not say."""
+        return len(self._used())
+
+    def _used(self) -> set[str]:
+        """Nodes of the run's bundles; none: there are none, or Ray does not say."""
         if self._group is None:
-            return 0
+            return set()
         try:
-            return len(set(placement_group_table(self._group)["bundles_to_node_id"].values()))
+            nodes = placement_group_table(self._group)["bundles_to_node_id"].values()
         except (ray.exceptions.RayError, OSError, RuntimeError):
-            return 0
+            return set()
+        return {node for node in nodes if node}  # one that is lost may be empty
 
     @property
     def reason(self) -> str:
@@ -89,7 +101,7 @@ class NodeWatch:
             return ""
         try:
             table: dict[str, Any] = placement_group_table(self._group)
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            alive = _alive()
         except (ray.exceptions.RayError, OSError, RuntimeError):
             return None
         if table.get("state") != _LOST:
@@ -98,3 +110,7 @@ class NodeWatch:
         homeless = [index for index in bundles if places.get(index) not in alive]
         needs = "; ".join(sorted({counts_text(bundles[index]) for index in homeless}))
         return f"{len(homeless)} of {len(bundles)} groups of actors wait for a node with free resources ({needs})"
+
+
+def _alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -60,7 +60,7 @@ def test_a_first_start_that_loses_a_node_is_tried_again(
     group = GroupRun(run, history, None, stream, display, None)  # type: ignore[arg-type]  # nothing else is asked
     for name, value in (("_start_coordinator", None), ("_hang_watches", (None, None)), ("_new_watcher", None)):
         monkeypatch.setattr(group, name, lambda *_, value=value: value)
-    group._nodes = SimpleNamespace(loses_one=lambda: node_is_lost)  # type: ignore[assignment]
+    group._nodes = SimpleNamespace(has_lost_one=lambda: node_is_lost)  # type: ignore[assignment]
     with pytest.raises(GroupLost if node_is_lost and may_be_lost else type(error)) as caught:
         group.run(None, may_be_lost, None)  # type: ignore[arg-type]
     assert killed == [True] and str(error) in str(caught.value)

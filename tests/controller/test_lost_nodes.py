@@ -68,9 +68,10 @@ def test_a_loss_and_its_end_are_said_once(monkeypatch: pytest.MonkeyPatch, place
 
 def test_ray_is_asked_now_and_then_and_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
+    assert world.num_asked == 1, "where the run begins"
     for _ in range(100):
         world.watch.poll()
-    assert not world.num_asked
+    assert world.num_asked == 1
     world.lose()
     assert len(world.poll()) == 1
     for error in (ray.exceptions.RpcError("no GCS"), RuntimeError("not connected")):
@@ -91,8 +92,10 @@ def test_a_loss_is_waited_for_as_long_as_ray_takes_to_notice(monkeypatch: pytest
         if world.now_s > 8.0:
             world.lose()
 
-    assert world.watch.loses_one(20.0, sleep) and 8.0 < world.now_s < 10.0
-    assert world.watch.loses_one(20.0, sleep), "it is known by now"
+    assert world.watch.has_lost_one(20.0, sleep) and 8.0 < world.now_s < 10.0
+    world.alive.add(NEW)
+    world.table = world._table("CREATED", NEW)
+    assert world.watch.has_lost_one(20.0, sleep), "another node has taken its place"
 
 
 def test_no_loss_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_no_loss_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
         world.now_s += seconds
         waited.append(seconds)
 
-    assert not world.watch.loses_one(20.0, sleep) and 19.0 <= sum(waited) <= 22.0
+    assert not world.watch.has_lost_one(20.0, sleep) and 19.0 <= sum(waited) <= 22.0
     waited.clear()
-    world.table = world._table("CREATED", HERE)
-    assert not world.watch.loses_one(20.0, sleep) and not waited, "all actors are on one node, which has the driver"
+    alone = World(monkeypatch, group=None)
+    assert not alone.watch.has_lost_one(20.0, sleep) and not waited

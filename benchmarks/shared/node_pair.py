@@ -42,7 +42,7 @@ class NodePair:
             "RAY_ADDRESS": f"{hosts[0].address}:{_PORT}",
             "UCX_TLS": "tcp",  # else UCX might find that the hosts share a machine
         }
-        self._raylets: list[subprocess.Popen[bytes]] = []
+        self._raylets: dict[str, subprocess.Popen[bytes]] = {}  # by namespace
 
     def start(self) -> None:
         """Start all nodes and wait until they know each other."""
@@ -59,7 +59,7 @@ class NodePair:
     def lose(self, number: int) -> None:
         """Kill every process on a host, as if its power was cut."""
         self.hosts[number].end_processes()
-        self._raylets = [raylet for raylet in self._raylets if raylet.poll() is None]
+        self._raylets.pop(self.hosts[number].namespace).wait(_END_LIMIT_S)
 
     def run(self, arguments: list[str], name: str, limit_s: float) -> tuple[int, str]:
         """Run a command on the first host; returns its exit code and the end of its output."""
@@ -73,14 +73,14 @@ class NodePair:
 
     def end(self) -> None:
         """End all nodes."""
-        for raylet in reversed(self._raylets):
+        for raylet in reversed(self._raylets.values()):
             raylet.terminate()
-        for raylet in self._raylets:
+        for raylet in self._raylets.values():
             with suppress(subprocess.TimeoutExpired):
                 raylet.wait(_END_LIMIT_S)
         for host in self.hosts:
             host.end_processes()
-        for raylet in self._raylets:
+        for raylet in self._raylets.values():
             raylet.wait()
 
     def _start(self, host: Host, *arguments: str) -> None:
@@ -92,8 +92,8 @@ class NodePair:
             command += ["--temp-dir", str(self.directory / "ray")]
         environment = {key: value for key, value in self.environment.items() if key != "RAY_ADDRESS"}
         with (self.directory / f"ray-{host.namespace}.log").open("wb") as output:
-            self._raylets.append(
-                subprocess.Popen(host.command(command), env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self._raylets[host.namespace] = subprocess.Popen(
+                host.command(command), env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
     def _wait_for_nodes(self, count: int) -> None:
@@ -104,7 +104,7 @@ class NodePair:
             if code == 0:
                 return
             logs = "\n".join(file.read_text(errors="replace")[-_LOG_TAIL:] for file in self.directory.glob("ray-*.log"))
-            if time.monotonic() > deadline or any(raylet.poll() is not None for raylet in self._raylets):
+            if time.monotonic() > deadline or any(raylet.poll() is not None for raylet in self._raylets.values()):
                 raise RuntimeError(f"node {count} is not up: {said}\n{logs}")
             time.sleep(0.5)
 

@@ -81,8 +81,12 @@ class HostsRun:
         """Start and resume the run until it is done. Raises AuditFailed if that takes too many starts."""
         for start in range(MAX_STARTS):
             with ThreadPoolExecutor(1) as pool:
-                training = pool.submit(self._train, ["--resume"] if start else [])
-                self._disturb(training)
+                training = pool.submit(self._train, ["--resume"] if start or self._files.root.exists() else [])
+                try:
+                    self._disturb(training)
+                except BaseException:
+                    self._cluster.hosts[0].end_processes()  # the driver, which the pool would wait for
+                    raise
                 code, said = training.result()
             self._bring_back()
             self._check_left()

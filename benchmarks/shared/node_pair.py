@@ -57,9 +57,10 @@ class NodePair:
         self._wait_for_nodes(num_nodes)
 
     def lose(self, number: int) -> None:
-        """Kill every process on a host, as if its power was cut."""
+        """Kill every process on a host, if there are some, as if its power was cut."""
         self.hosts[number].end_processes()
-        self._raylets.pop(self.hosts[number].namespace).wait(_END_LIMIT_S)
+        if (raylet := self._raylets.pop(self.hosts[number].namespace, None)) is not None:
+            raylet.wait(_END_LIMIT_S)
 
     def run(self, arguments: list[str], name: str, limit_s: float) -> tuple[int, str]:
         """Run a command on the first host; returns its exit code and the end of its output."""

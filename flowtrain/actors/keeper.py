@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -19,6 +19,7 @@ from flowtrain.types.memory import MemoryFile
 T = TypeVar("T")
 ANSWER_S = 60.0
 """How long a keeper may take to answer; it only opens, closes and reads files of memory."""
+_SILENT = f"the node's keeper of snapshots did not answer within {ANSWER_S:g} s"
 NUM_THREADS = 4
 """Of a keeper's actor: ranks are answered while it copies."""
 _CHUNK_NBYTES = 32 << 20
@@ -179,52 +180,64 @@ class Keeper(Protocol):
 
 
 class RayKeeper:
-    """A ``SnapshotKeeper`` as a Ray actor."""
+    """A ``SnapshotKeeper`` as a Ray actor. One that did not answer once hangs, and is not waited for again."""
 
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
+        self._is_silent = False
 
     def is_free(self, rank: int) -> bool:
         """See ``Keeper``."""
-        return _answer(self._handle.is_free.remote(rank))
+        return bool(self._ask("is_free", rank))
 
     def make_room(self, rank: int, complete: int | None) -> None:
         """See ``Keeper``."""
-        _answer(self._handle.make_room.remote(rank, complete))
+        self._ask("make_room", rank, complete)
 
     def hold(self, rank: int, step: int, file: MemoryFile) -> None:
         """See ``Keeper``."""
-        _answer(self._handle.hold.remote(rank, step, file))
+        self._ask("hold", rank, step, file)
 
     def give_up(self, rank: int, step: int) -> None:
         """See ``Keeper``."""
-        _answer(self._handle.give_up.remote(rank, step))
+        self._ask("give_up", rank, step)
 
     def find(self, rank: int, step: int) -> MemoryFile | None:
         """See ``Keeper``."""
-        return _answer(self._handle.find.remote(rank, step))
+        found: MemoryFile | None = self._ask("find", rank, step)
+        return found
 
     def describe(self, rank: int, step: int) -> tuple[str, int]:
         """See ``Keeper``."""
-        return _answer(self._handle.describe.remote(rank, step))
+        name, nbytes = self._ask("describe", rank, step)
+        return name, nbytes
 
     def chunks(self, rank: int, step: int, nbytes: int) -> Iterator[bytes]:
         """See ``Keeper``; some chunks are under way at a time."""
         calls: deque[ray.ObjectRef[bytes]] = deque()
         for offset in range(0, nbytes, _CHUNK_NBYTES):
-            calls.append(self._handle.read.remote(rank, step, offset, min(_CHUNK_NBYTES, nbytes - offset)))
+            calls.append(self._call("read", rank, step, offset, min(_CHUNK_NBYTES, nbytes - offset)))
             if len(calls) == _CHUNKS_AHEAD:
-                yield _answer(calls.popleft())
+                yield self._answer(calls.popleft())
         while calls:
-            yield _answer(calls.popleft())
+            yield self._answer(calls.popleft())
 
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self._answer(self._call(method, *arguments))
 
-def _answer(call: ray.ObjectRef[T]) -> T:
-    try:
-        return ray.get(call, timeout=ANSWER_S)
-    except ray.exceptions.GetTimeoutError as error:
-        raise SnapshotLostError(f"the node's keeper of snapshots did not answer within {ANSWER_S:g} s") from error
-    except ray.exceptions.RayTaskError as error:
-        raise SnapshotLostError(str(error.cause)) from error
-    except ray.exceptions.RayError as error:
-        raise SnapshotLostError("the node's keeper of snapshots died") from error
+    def _call(self, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
+        if self._is_silent:
+            raise SnapshotLostError(_SILENT)
+        call: ray.ObjectRef[Any] = getattr(self._handle, method).remote(*arguments)
+        return call
+
+    def _answer(self, call: ray.ObjectRef[T]) -> T:
+        try:
+            return ray.get(call, timeout=ANSWER_S)
+        except ray.exceptions.GetTimeoutError as error:
+            self._is_silent = True
+            raise SnapshotLostError(_SILENT) from error
+        except ray.exceptions.RayTaskError as error:
+            raise SnapshotLostError(str(error.cause)) from error
+        except ray.exceptions.RayError as error:
+            raise SnapshotLostError("the node's keeper of snapshots died") from error

@@ -200,3 +200,21 @@ def test_chunks_come_in_order_with_some_under_way(monkeypatch: pytest.MonkeyPatc
     keeper = SnapshotKeeper()
     keeper.copy(RayKeeper(handle), [0], 10)
     assert content_of(keeper.find(0, 10)) == b"0 10" and most == 2 and under_way == 0
+
+
+def test_a_keeper_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def get(answer: Any, timeout: float) -> Any:
+        waited.append(timeout)
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    call = SimpleNamespace(remote=lambda *_: None)
+    keeper = RayKeeper(SimpleNamespace(is_free=call, make_room=call, give_up=call, read=call))
+    for ask in (lambda: keeper.is_free(0), lambda: keeper.make_room(0, 2), lambda: keeper.give_up(0, 2)):
+        with pytest.raises(SnapshotLostError, match=r"keeper of snapshots did not answer within 60 s"):
+            ask()
+    with pytest.raises(SnapshotLostError):
+        next(keeper.chunks(0, 2, 10))
+    assert waited == [60.0], "each of the steps after it would wait again"

@@ -27,11 +27,6 @@ class Layout:
     slots: IntArray
     """Bin numbers; int64 ``[num_slots, dp_size]``. Every bin occurs once."""
 
-    @property
-    def slot_costs(self) -> FloatArray:
-        """Cost of each rank's microbatch in each slot; float64 ``[num_slots, dp_size]``."""
-        return self.costs[self.slots]
-
 
 def lay_out(lengths: Lengths, rules: PackingRules, packing: str, dispatch: str, num_buckets: int) -> Layout:
     """Pack samples, equalise the ranks' counts, sort bins into buckets and deal them (FlowTrain Algorithm 1).

@@ -96,6 +96,16 @@ DEATHS = (
         ),
     ),
     Death(
+        "a keeper of snapshots, also one that does not answer",
+        "Training goes on, and another keeper takes its place; until it has a snapshot of all its ranks, the run would "
+        "go back to the last checkpoint.",
+        (
+            "tests/controller/test_keepers.py::test_a_keeper_that_died_or_hangs_is_replaced",
+            "tests/actors/test_keeper.py::test_a_keeper_that_hangs_is_waited_for_once",
+            "tests/actors/test_keeper.py::test_ranks_find_the_keeper_that_took_a_lost_ones_place",
+        ),
+    ),
+    Death(
         "a backbone rank, once too often",
         "The run ends (exit code 1) and names the rank. `--resume` continues.",
         (

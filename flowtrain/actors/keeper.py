@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import ray
@@ -19,9 +20,10 @@ from flowtrain.types.memory import MemoryFile
 T = TypeVar("T")
 ANSWER_S = 60.0
 """How long a keeper may take to answer; it only opens, closes and reads files of memory."""
-_SILENT = f"the node's keeper of snapshots did not answer within {ANSWER_S:g} s"
 NUM_THREADS = 4
 """Of a keeper's actor: ranks are answered while it copies."""
+_MOST_LATER = 8
+"""Keepers of a node that may be lost between two questions."""
 _CHUNK_NBYTES = 32 << 20
 _CHUNKS_AHEAD = 4
 
@@ -179,12 +181,34 @@ class Keeper(Protocol):
         """Yield a snapshot's bytes in order."""
 
 
-class RayKeeper:
-    """A ``SnapshotKeeper`` as a Ray actor. One that did not answer once hangs, and is not waited for again."""
+@dataclass(frozen=True)
+class KnownKeeper:
+    """Name and Ray namespace of a node's keeper. number: of those that the node has had before it."""
 
-    def __init__(self, handle: ActorHandle) -> None:
-        self._handle = handle
-        self._is_silent = False
+    node: str
+    number: int
+    namespace: str
+
+    @property
+    def name(self) -> str:
+        """Its own: an actor that is being killed may hold its name for a while."""
+        return f"snapshots-{self.node}-{self.number}"
+
+    def later(self) -> Iterator[KnownKeeper]:
+        """Yield what those that take its place may be, the first first."""
+        for number in range(self.number + 1, self.number + 1 + _MOST_LATER):
+            yield replace(self, number=number)
+
+
+class RayKeeper:
+    """A ``SnapshotKeeper`` as a Ray actor. One that died, or once did not answer, is not asked again.
+
+    known: by which others that take its place are found; None: none is looked for.
+    """
+
+    def __init__(self, handle: ActorHandle, known: KnownKeeper | None = None) -> None:
+        self._handle, self._known = handle, known
+        self._problem: str | None = None
 
     def is_free(self, rank: int) -> bool:
         """See ``Keeper``."""
@@ -226,8 +250,8 @@ class RayKeeper:
         return self._answer(self._call(method, *arguments))
 
     def _call(self, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
-        if self._is_silent:
-            raise SnapshotLostError(_SILENT)
+        if self._problem is not None:
+            self._look_for_another(self._problem)
         call: ray.ObjectRef[Any] = getattr(self._handle, method).remote(*arguments)
         return call
 
@@ -235,9 +259,20 @@ class RayKeeper:
         try:
             return ray.get(call, timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError as error:
-            self._is_silent = True
-            raise SnapshotLostError(_SILENT) from error
+            self._problem = f"the node's keeper of snapshots did not answer within {ANSWER_S:g} s"
+            raise SnapshotLostError(self._problem) from error
         except ray.exceptions.RayTaskError as error:
             raise SnapshotLostError(str(error.cause)) from error
         except ray.exceptions.RayError as error:
-            raise SnapshotLostError("the node's keeper of snapshots died") from error
+            self._problem = "the node's keeper of snapshots died"
+            raise SnapshotLostError(self._problem) from error
+
+    def _look_for_another(self, problem: str) -> None:
+        for later in () if self._known is None else self._known.later():
+            try:
+                self._handle = ray.get_actor(later.name, later.namespace)
+            except (ray.exceptions.RayError, ValueError):
+                continue  # there is none yet, or it was lost too
+            self._known, self._problem = later, None
+            return
+        raise SnapshotLostError(problem)

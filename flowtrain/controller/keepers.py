@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,25 +12,31 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flowtrain.actors.keeper import ANSWER_S, NUM_THREADS, RayKeeper
+from flowtrain.actors.keeper import ANSWER_S, NUM_THREADS, KnownKeeper, RayKeeper
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.worker_group import ActorClasses, namespace_of
 
 logger = logging.getLogger(__name__)
+
+CHECK_S = 15.0
+"""After a question whether all keepers answer, until the next one."""
 
 
 class Keepers:
     """One keeper on each node that has ranks, from their first start to the end of the run.
 
     A snapshot that is complete is copied once more: each node's by the next node's keeper. Only then earlier snapshots
-    are given up. If one node has all ranks, any other node of the cluster keeps the copy.
+    are given up. If one node has all ranks, any other node of the cluster keeps the copy. One that died or hangs is
+    replaced; ranks find the new one by its name.
     """
 
-    def __init__(self, config: RunConfig, classes: ActorClasses) -> None:
-        self._config, self._classes = config, classes
+    def __init__(self, config: RunConfig, classes: ActorClasses, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._classes, self._clock = config, classes, clock
         self._handles: dict[str, ActorHandle] = {}  # by node
+        self._known: dict[str, KnownKeeper] = {}  # by node
         self._nodes: dict[int, str] = {}  # by rank
-        self._num_started = 0
+        self._checks: dict[str, ray.ObjectRef[Any]] = {}  # by node
+        self._checked_s = clock()
         self._start_step: int | None = None  # of the snapshot from which ranks start
         self._newest: int | None = None  # that is being copied
         self._copies: dict[ray.ObjectRef[None], str] = {}
@@ -46,21 +53,22 @@ class Keepers:
         A rank that starts on another node than before finds its snapshot there, if any keeper has it.
         """
         self._nodes = dict(nodes)
-        keepers = {rank: RayKeeper(self._on(node)) for rank, node in nodes.items()}
+        keepers = {rank: RayKeeper(self._on(node), self._known[node]) for rank, node in nodes.items()}
         if self._start_step is not None:
             self._bring(self._start_step)
         return keepers
 
     def _on(self, node: str) -> ActorHandle:
         if node not in self._handles:
+            number = self._known[node].number + 1 if node in self._known else 0
+            known = self._known[node] = KnownKeeper(node, number, namespace_of(self._config))
             options = {
-                "name": f"snapshots-{self._num_started}",
-                "namespace": namespace_of(self._config),
+                "name": known.name,
+                "namespace": known.namespace,
                 "num_cpus": 0,
                 "max_concurrency": NUM_THREADS,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            self._num_started += 1
             self._handles[node] = self._classes.launcher.spawn(self._classes.keeper, options)
         return self._handles[node]
 
@@ -110,7 +118,9 @@ class Keepers:
         return next((each for each in (*kept_by, *others) if each in others), None)
 
     def poll(self) -> None:
-        """Look whether the newest snapshot is copied; never waits."""
+        """Look whether the newest snapshot is copied, and now and then whether all keepers answer; never waits."""
+        if self._checks or self._clock() - self._checked_s >= CHECK_S:
+            self._check()
         if self._newest is None:
             return
         done, waiting = (
@@ -129,6 +139,28 @@ class Keepers:
                 handle.completed.remote(self._newest)
             self._newest = None
 
+    def _check(self) -> None:
+        """Ask all keepers, or look at their answers; start another one where there is none."""
+        if not self._checks:
+            self._checked_s = self._clock()
+            self._checks = {node: handle.steps.remote() for node, handle in self._handles.items()}
+            return
+        is_late = self._clock() - self._checked_s >= ANSWER_S
+        done, _ = ray.wait(list(self._checks.values()), num_returns=len(self._checks), timeout=0)
+        for node, call in list(self._checks.items()):
+            reason = _failure(call) if call in done else f"no answer within {ANSWER_S:g} s" if is_late else ""
+            if reason == "":
+                continue
+            del self._checks[node]
+            if reason is not None and node in self._handles:
+                self._replace(node, reason)
+
+    def _replace(self, node: str, reason: str) -> None:
+        self._classes.launcher.kill(self._handles.pop(node))
+        if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
+            logger.warning("the keeper of node %s is lost with its snapshots (%s); another one starts", node, reason)
+            self._on(node)
+
     def has_lost_a_node(self) -> bool:
         """Whether a node is gone on which ranks were when they last started."""
         return not set(self._nodes.values()) <= {each["NodeID"] for each in ray.nodes() if each["Alive"]}
@@ -144,7 +176,7 @@ class Keepers:
 
     def keep_only(self, step: int | None) -> None:
         """Let all keepers give up the snapshots of all other steps, and wait until they have."""
-        self._newest, self._copies, self._start_step = None, {}, step
+        self._newest, self._copies, self._checks, self._start_step = None, {}, {}, step
         self._ask(lambda handle: handle.keep_only.remote(step))
 
     def _ask(self, question: Callable[[ActorHandle], ray.ObjectRef[Any]]) -> dict[str, Any]:
@@ -169,7 +201,7 @@ class Keepers:
         for handle in self._handles.values():
             self._classes.launcher.kill(handle)
         self._handles.clear()
-        self._newest, self._copies = None, {}
+        self._newest, self._copies, self._checks = None, {}, {}
 
 
 def _failure(call: ray.ObjectRef[None]) -> str | None:

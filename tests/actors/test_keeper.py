@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from flowtrain.actors import keeper as keeper_module
-from flowtrain.actors.keeper import RayKeeper, SnapshotKeeper
+from flowtrain.actors.keeper import KnownKeeper, RayKeeper, SnapshotKeeper
 from flowtrain.errors import SnapshotLostError
 from flowtrain.types.memory import HostMemory, MemoryFile
 
@@ -218,3 +218,33 @@ def test_a_keeper_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SnapshotLostError):
         next(keeper.chunks(0, 2, 10))
     assert waited == [60.0], "each of the steps after it would wait again"
+
+
+def test_ranks_find_the_keeper_that_took_a_lost_ones_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several were lost in between; until there is one the loss stays."""
+    actors: dict[str, Any] = {}
+
+    def get(answer: Any, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def get_actor(name: str, namespace: str) -> Any:
+        assert namespace == "run"
+        if name not in actors:
+            raise ValueError(name)
+        return actors[name]
+
+    def handle(answer: Any) -> Any:
+        return SimpleNamespace(is_free=SimpleNamespace(remote=lambda rank: answer))
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    known = KnownKeeper("node", 0, "run")
+    keeper = RayKeeper(handle(ray.exceptions.RayActorError()), known)
+    for _ in range(2):
+        with pytest.raises(SnapshotLostError, match="keeper of snapshots died"):
+            keeper.is_free(0)
+    actors["snapshots-node-2"] = handle(True)
+    assert keeper.is_free(0) and keeper.is_free(0)
+    assert known.name == "snapshots-node-0"

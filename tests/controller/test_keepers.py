@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from flowtrain.actors.keeper import RayKeeper
+from flowtrain.actors.keeper import ANSWER_S, RayKeeper
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.keepers import Keepers
+from flowtrain.controller.keepers import CHECK_S, Keepers
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import SnapshotLostError
 from tests.controller.fake_ray import FakeRay, Ref, task_error
@@ -76,8 +76,10 @@ class KeepersWorld:
         self.handles: dict[str, FakeHandle] = {}
         self.ended: list[str] = []
         self.lost: set[str] = set()
-        launcher = SimpleNamespace(spawn=self._spawn, kill=self._kill)
-        self.keepers = Keepers(make_config(), ActorClasses(launcher=launcher))  # type: ignore[arg-type]
+        self.names: list[str] = []
+        self.now_s = 0.0
+        launcher: Any = SimpleNamespace(spawn=self._spawn, kill=self._kill)
+        self.keepers = Keepers(make_config(), ActorClasses(launcher=launcher), lambda: self.now_s)
 
     def take(self, nodes: dict[int, str], step: int) -> None:
         """All ranks put a snapshot into their nodes' memory."""
@@ -94,6 +96,7 @@ class KeepersWorld:
     def _spawn(self, actor_class: type, options: dict[str, Any]) -> FakeHandle:
         node = options["scheduling_strategy"].node_id
         assert options["max_concurrency"] > 1, "ranks are answered while it copies"
+        self.names.append(options["name"])
         self.handles[node] = FakeHandle()
         return self.handles[node]
 
@@ -208,3 +211,35 @@ def test_snapshots_are_off_unless_asked_for() -> None:
 
     assert not keepers(make_config()).is_on
     assert keepers(make_config(checkpoint={"snapshot_every_steps": 5})).is_on
+
+
+def test_a_keeper_that_died_or_hangs_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = KeepersWorld(monkeypatch, NODE_A, NODE_B)
+    world.keepers.for_ranks(PLACES)
+    first, second = world.handles[NODE_A], world.handles[NODE_B]
+    first.keeper.is_dead, second.is_silent = True, True
+    for _ in range(int(2 * CHECK_S / 5)):
+        world.now_s += 5.0
+        world.keepers.poll()
+    assert world.ended == [NODE_A] and world.handles[NODE_A] is not first and world.handles[NODE_B] is second
+    for _ in range(int(ANSWER_S / 5)):
+        world.now_s += 5.0
+        world.keepers.poll()
+    assert world.ended == [NODE_A, NODE_B] and world.handles[NODE_B] is not second
+    assert len(world.names) == len(set(world.names)) == 4, "one that is being ended may hold its name"
+    assert [caplog.text.count(f"the keeper of node {node} is lost") for node in (NODE_A, NODE_B)] == [1, 1]
+    world.take(PLACES, 4)
+    world.keepers.completed(4)
+    assert world.keepers.complete_steps() == {4}
+
+
+def test_a_lost_nodes_keeper_is_not_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    world = KeepersWorld(monkeypatch, NODE_A, NODE_B)
+    world.keepers.for_ranks(PLACES)
+    world.lose(NODE_B)
+    for _ in range(int(4 * CHECK_S)):
+        world.now_s += 1.0
+        world.keepers.poll()
+    assert len(world.names) == 2 and "is lost" not in caplog.text, "the watch over nodes says so"

@@ -75,7 +75,7 @@ class HostsRun:
         self.suffered: list[Suffered] = []
         self._lost: int | None = None
         self._hit_s = self._back_s = 0.0
-        self._steps_then = self._recoveries_then = 0
+        self._steps_then = self._recoveries_then = self._steps_again_then = 0
 
     def complete(self) -> None:
         """Start and resume the run until it is done. Raises AuditFailed if that takes too many starts."""
@@ -122,6 +122,14 @@ class HostsRun:
         return len(RECOVERS.findall(self._log.read_text(errors="replace"))) if self._log.exists() else 0
 
     @property
+    def _steps_again(self) -> int:
+        """Steps that the run says were done twice so far."""
+        if not self._files.events.exists():
+            return 0
+        lines = json_lines(self._files.events)
+        return sum(line.get("steps_again") or 0 for line in lines if line["event"] == "restart")
+
+    @property
     def _open(self) -> Suffered | None:
         return self.suffered[-1] if self.suffered and self.suffered[-1].how == "?" else None
 
@@ -142,6 +150,7 @@ class HostsRun:
         if self._open is not None:
             self._close("lost more while it recovered")
         self._steps_then, self._recoveries_then = self._num_steps, self._num_recoveries
+        self._steps_again_then = self._steps_again
         self._lost, self._hit_s = number, time.monotonic()
         down_s = self._rng.uniform(*DOWN_S)
         if fault.kind == "kill":
@@ -165,6 +174,7 @@ class HostsRun:
         # A step may have been under way.
         if self._lost is None and self._num_steps >= min(self._steps_then + 2, NUM_STEPS):
             last.how, last.recovered_s = "started again" if last.noticed_s is not None else "went on", since_s
+            last.steps_again = self._steps_again - self._steps_again_then
 
     def _bring_back(self) -> None:
         """Start the lost host anew."""

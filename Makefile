@@ -26,7 +26,7 @@ demo: setup
 IN_FILES := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(BIN)/python -m pytest $(IN_FILES) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_FILES) --durations 40 --durations-min 10 $(PYTEST_ARGS)
 
 # What needs no Ray cluster and no processes of its own.
 test-fast: setup

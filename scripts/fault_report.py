@@ -31,7 +31,7 @@ def page_of(directories: list[Path]) -> Iterator[str]:
     yield ""
     yield (
         f"What `scripts/fault_campaign.py` and `scripts/fault_hosts.py` did to small runs on {found['cpu']}, "
-        f"{found['cores']} cores, which other work shared. After every run an audit from outside found its losses equal "
+        f"{found['cores']} cores, which other work shared. After each run an audit from outside found its losses equal "
         "to those of the undisturbed run to the bit, each position of the data in the ledger once, and no process, "
         "shared memory or temporary file left. A table has the number of faults of each kind, what the run did, the "
         "median (and the most) seconds until it noticed and until it trained again, and the steps that it did twice."

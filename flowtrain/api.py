@@ -296,7 +296,8 @@ def pack(
     """Return how the first steps of a run pack: fill, balance, cost. Reads only sizes and needs no cluster.
 
     num_steps: number of steps; by default 50, or all if there are fewer.
-    compare: use every method, not only the configured one.
+    compare: use every method and policy, not only the configured one. Steps are simulated if the times of the devices
+        are known.
     lengths: a CSV with the columns ``num_image_tiles`` and ``num_tokens``, used instead of the data. ``config`` may be
         such a CSV too; ``overrides`` then change default settings.
     progress: called with what is being done, how much is done, and how much there is.

@@ -280,7 +280,7 @@ def pack(
         int | None, typer.Option("--steps", help="Number of steps; by default 50, or all if there are fewer.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Show every packing method, the paper's included.")
+        bool, typer.Option("--compare", help="Show every packing method and policy, with simulated steps.")
     ] = False,
     lengths: Annotated[
         Path | None,

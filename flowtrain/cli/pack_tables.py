@@ -86,8 +86,9 @@ def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
         )
     if workload.rejected:
         yield "rejected", ", ".join(f"{count:,} {reason}" for reason, count in workload.rejected.items())
-    policy = config.pipeline.policy
-    chosen = {"none": "", "pipetune": "policy pipetune, which starts from "}.get(policy, f"policy {policy}: ")
+    chosen = "policy balanced: " if config.pipeline.policy == "balanced" else ""
+    if report.methods[0].method.is_searched:
+        chosen = "policy pipetune, which starts from "
     packing = f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {workload.cost_label}"
     yield "configured", chosen + packing
     ranks = counted(config.backbone.data_parallel_size, "data-parallel rank")

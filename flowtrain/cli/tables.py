@@ -214,18 +214,36 @@ def _policy(config: RunConfig) -> str | None:
         return None
     if config.pipeline.policy == "balanced":
         return "balanced"
-    names = {"size": "the number of microbatches", "order": "their order", "precompute": "what is encoded ahead"}
-    searched = [text for key, text in names.items() if getattr(config.pipeline.pipetune, key)]
+    parts = config.pipeline.pipetune
+    searched = [
+        text
+        for text, is_on in (
+            ("the number of microbatches", parts.size),
+            ("the order of microbatches", parts.order),
+            ("what is encoded ahead", parts.precompute and _encodes_ahead(config)),
+        )
+        if is_on
+    ]
     return f"pipetune searches {', '.join(searched) or 'the packing alone'}; times of {_searched_device(config)}"
 
 
 def _searched_device(config: RunConfig) -> str:
     """Whose times a search of steps takes (``search.configured``)."""
-    if config.allocator.profile is not None:
-        return f"the devices of {config.allocator.profile}"
-    if config.emulation is not None:
-        return f"emulated {config.backbone.accelerator_type or config.emulation.device}"
+    profile, emulation = config.allocator.profile, config.emulation
+    if profile is None and emulation is not None:
+        profile = emulation.profile
+    if profile is not None:
+        return f"the devices of {profile}"
+    if emulation is not None:
+        return f"emulated {config.backbone.accelerator_type or emulation.device} by data sheets"
     return f"{config.backbone.accelerator_type} by data sheets, whatever the run's devices are"
+
+
+def _encodes_ahead(config: RunConfig) -> bool:
+    """Whether a search may have the first stage encode ahead (``search.pipetune``)."""
+    pipeline, is_frozen = config.pipeline, not config.trains_encoders
+    is_apart = pipeline.encoder_layers == "first" and pipeline.schedule == "1f1b"
+    return config.mode == "monolithic" and is_apart and is_frozen
 
 
 def _cut(run_spec: RunSpec) -> str:

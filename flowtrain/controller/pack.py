@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,13 +59,17 @@ class TokenSpread:
 
     @classmethod
     def of(cls, steps: Sequence[IntArray]) -> TokenSpread | None:
-        """Return the spread of steps, given the lengths of each step's samples; None for fewer than two steps.
+        """Return the spread of steps, given the lengths of each step's samples.
+
+        None for fewer than two steps, or without a sample.
 
         Steps may differ in their number of samples by rejected ones; what only that explains is no spread.
         """
         if len(steps) < 2:
             return None
         lengths, counts = np.concatenate(steps), np.array([len(step) for step in steps])
+        if not len(lengths):
+            return None
         sums = np.array([step.sum() for step in steps])
         beyond = sums - counts * lengths.mean()
         own = math.sqrt((beyond**2).sum() / (len(steps) - 1))
@@ -225,7 +229,8 @@ def methods_of(config: RunConfig, compare: bool, can_search: bool) -> list[Metho
     """
     scheduler = config.step_scheduler
     packed = Method(scheduler.packing, scheduler.dispatch)
-    searched = [replace(packed, is_searched=True)] if can_search else []
+    # As a run with that policy, whatever the policy is.
+    searched = [Method(config.scheduler.packing, packed.dispatch, is_searched=True)] if can_search else []
     configured = searched if searched and config.pipeline.policy == "pipetune" else [packed]
     if not compare:
         return configured

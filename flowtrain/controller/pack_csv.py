@@ -116,7 +116,7 @@ def _order(config: RunConfig) -> str:
 
 _NO_PLANS = (
     "a CSV has lengths and no samples: the figures show how these lengths pack and do not predict a run's plans (with "
-    "--json, digest is null)"
+    "--json, digest is null), and no step is simulated"
 )
 
 
@@ -126,7 +126,7 @@ def _policy_notes(config: RunConfig) -> tuple[str, ...]:
         return ()
     return (
         "pipeline.policy is 'pipetune', which a CSV cannot show: the search needs the samples themselves; packed as "
-        "with 'none' (leave out --lengths to see the run's own plans)",
+        "with 'none' (a configuration without --lengths shows the run's own plans)",
     )
 
 

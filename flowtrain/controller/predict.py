@@ -103,9 +103,11 @@ def run_workload(
     progress: called after each step whose samples are sized. Raises ConfigError or DataError if the run could not
     start; its pool is not checked.
     """
-    config = config.settled
+    is_auto, config = config.mode == "auto", config.settled
     run_spec = prepare(config, check_pool=False)
     search, notes = _search_of(run_spec, compare)
+    if is_auto and search is not None:
+        notes = (*notes, "mode is auto: steps are simulated with the given degrees, and a run's plan may choose others")
     planner = planner_of(run_spec)
     count = min(num_steps or DEFAULT_STEPS, run_spec.num_steps)
     steps: list[WorkloadStep] = []
@@ -140,7 +142,10 @@ def _search_of(run_spec: RunSpec, compare: bool) -> tuple[PipeTune | None, tuple
     if config.pipeline.policy == "pipetune" or not compare:
         return configured_search(config, model), ()
     if config.data.grouping is not None:
-        return None, ("data.grouping keeps its groups, so the policy pipetune, which packs anew, is not compared",)
+        return None, (
+            "data.grouping keeps its groups, so the policy pipetune, which packs anew, is not compared and no step is "
+            "simulated",
+        )
     if not has_times(config):
         return None, (
             "neither allocator.profile nor backbone.accelerator_type is given, so no step is simulated and the policy "
@@ -158,7 +163,9 @@ def _simulated_on(search: PipeTune) -> str:
     times, degrees = search.simulator.times.times, search.simulator.times.degrees
     source = "data sheets" if times.profile is None else times.profile.source
     ranks = "1 rank" if degrees.world_size == 1 else f"{degrees.world_size} ranks"
-    return f"{ranks} (dp={degrees.dp} pp={degrees.pp} tp={degrees.tp}) on {times.device.name}, times from {source}"
+    what = "" if search.simulator.encoder else "; the backbone alone, without encoders"
+    placed = f"dp={degrees.dp} pp={degrees.pp} tp={degrees.tp}"
+    return f"{ranks} ({placed}) on {times.device.name}, times from {source}{what}"
 
 
 def run_cost(config: RunConfig) -> CostModel:

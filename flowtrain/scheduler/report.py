@@ -100,7 +100,7 @@ class StepFigures:
     plan_time_s: float
     """Time from packing to dispatch, and of the search."""
     simulated_s: float | None = None
-    """Simulated seconds without the update; None where the devices' times are not known."""
+    """Simulated seconds without the update; None where the devices' times are not known, or there is no sample."""
 
     @property
     def excess(self) -> float:
@@ -151,7 +151,7 @@ class MethodReport:
     plan_time_s: Spread
     """Over steps."""
     simulated_s: float | None = None
-    """Mean over steps; None where the devices' times are not known."""
+    """Mean over steps with samples; None where the devices' times are not known, or no step has one."""
 
     @classmethod
     def of(cls, method: Method, steps: Sequence[StepFigures]) -> MethodReport:
@@ -192,9 +192,11 @@ def step_figures(
     Each step is laid out twice and the second run is timed, so that no figure includes a compilation. A search takes
     long, and only the first one is run twice.
     """
-    for number, step in enumerate(steps):
-        if number == 0 or not method.is_searched:
+    has_searched = False
+    for step in steps:
+        if not (method.is_searched and has_searched):
             _arranged(method, num_buckets, step, search)
+        has_searched |= len(step.lengths) > 0
         started = clock()
         chosen = _arranged(method, num_buckets, step, search)
         figures = figures_of(chosen.bins, chosen.slots, step.lengths, step.rules, clock() - started)

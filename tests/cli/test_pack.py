@@ -247,7 +247,22 @@ def test_every_policy_is_compared_by_simulated_steps() -> None:
     (mine,) = tuned.methods
     assert mine.method == searched.method
     assert [step.num_bins for step in mine.steps] == [step.num_microbatches for step in tuned.steps]
-    assert [step.simulated_s for step in mine.steps] == [step.simulated_s for step in searched.steps]
+    balanced = flowtrain.pack(QUICKSTART, [*changes, "pipeline.policy=balanced"], num_steps=3, compare=True).methods[-1]
+    for other in (mine, balanced):  # whatever the policy is
+        assert other.method == searched.method
+        assert [step.simulated_s for step in other.steps] == [step.simulated_s for step in searched.steps]
+
+
+def test_simulated_steps_outside_monolithic_are_the_backbones() -> None:
+    report = flowtrain.pack(QUICKSTART, [*H200, "mode=auto"], num_steps=1, compare=True)
+    assert report.workload.simulated_on.endswith("times from data sheets; the backbone alone, without encoders")
+    assert any("mode is auto" in note for note in report.workload.notes)
+
+
+def test_steps_without_samples_have_no_figures_and_no_error() -> None:
+    report = flowtrain.pack(QUICKSTART, [*H200, "data.max_seq_len=20"], num_steps=2, compare=True)
+    assert report.workload.token_spread is None
+    assert all(method.simulated_s is None for method in report.methods)
 
 
 def test_tables_name_the_policy(tmp_path: Path) -> None:

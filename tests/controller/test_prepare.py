@@ -134,6 +134,46 @@ def test_a_dry_run_warns_of_rejected_samples_and_calls_no_limit_of_the_encoder_s
     assert any("unknown" in str(cell) and "the encoder's limits are 1 to 4" in str(cell) for cell in cells)
 
 
+@pytest.mark.parametrize(
+    ("changes", "policy", "packing"),
+    [
+        ((), None, "best_fit_balanced, "),
+        (("pipeline.policy=balanced",), "balanced", "balanced, "),
+        (
+            ("pipeline.policy=pipetune", "backbone.accelerator_type=H200"),
+            "pipetune searches the number of microbatches, the order of microbatches; times of H200 by data sheets, "
+            "whatever the run's devices are",
+            "searched, which starts from best_fit_balanced, ",
+        ),
+        (
+            (
+                "pipeline.policy=pipetune",
+                "backbone.accelerator_type=H200",
+                "mode=monolithic",
+                "pipeline.pipetune.size=false",
+            ),
+            "pipetune searches the order of microbatches, what is encoded ahead; times of H200 by data sheets, "
+            "whatever the run's devices are",
+            "searched, which starts from best_fit_balanced, ",
+        ),
+    ],
+)
+def test_a_dry_run_names_the_policy(data: Path, changes: tuple[str, ...], policy: str | None, packing: str) -> None:
+    report = foresee_run(config_of(data, *changes))
+    run, _ = plan_tables(report.run, report.image_tokens)
+    rows = dict(zip(*(map(str, column.cells) for column in run.columns), strict=True))
+    assert rows.get("policy") == policy and rows["packing"].startswith(packing)
+
+
+@pytest.mark.parametrize(("partition", "cut"), [("balanced", " by pipeline.partition balanced"), ("[1, 1]", "")])
+def test_a_dry_run_names_how_layers_are_cut(data: Path, partition: str, cut: str) -> None:
+    changes = ("backbone.pipeline_parallel_size=2", f"pipeline.partition={partition}")
+    report = foresee_run(config_of(data, *changes))
+    run, _ = plan_tables(report.run, report.image_tokens)
+    rows = dict(zip(*(map(str, column.cells) for column in run.columns), strict=True))
+    assert rows["pipeline"].endswith(f", cut into 1 + 1 layers{cut}")
+
+
 def test_a_warning_of_long_rejections_keeps_its_end() -> None:
     rejections = tuple(
         Rejection(SampleRef(position, 0, position, 0), reason, "x" * 1000)

@@ -46,6 +46,8 @@ class Panel:
     """Scale of its axis."""
     of_ranks: bool = True
     """It compares ranks, so it is left out for a single rank."""
+    of_simulated: bool = False
+    """It needs simulated steps."""
 
 
 PANELS = (
@@ -77,6 +79,14 @@ PANELS = (
         lambda report: 1e3 * report.plan_time_s.median,
         scale="log",
         of_ranks=False,
+    ),
+    Panel(
+        "Simulated step, ms (dot: mean)",
+        lambda step: (1e3 * (step.simulated_s or 0.0),),
+        lambda report: 1e3 * (report.simulated_s or 0.0),
+        scale="linear",
+        of_ranks=False,
+        of_simulated=True,
     ),
 )
 
@@ -111,10 +121,14 @@ def draw(report: PackReport) -> Figure:
 def _drawings(report: PackReport) -> list[Callable[[Axes], None]]:
     """The functions that draw the panels, in order; a single rank has no panels that compare ranks."""
     is_alone = report.workload.config.backbone.data_parallel_size == 1
-    shown = [panel for panel in PANELS if not (is_alone and panel.of_ranks)]
+    is_simulated = report.workload.search is not None
+    shown = [
+        panel for panel in PANELS if not (is_alone and panel.of_ranks) and not (panel.of_simulated and not is_simulated)
+    ]
     drawings: list[Callable[[Axes], None]] = [partial(_draw_panel, panel=panel, report=report) for panel in shown]
     if not is_alone:
-        drawings.insert(-1, partial(_draw_dist_ratio, methods=report.methods))
+        place = next(number for number, panel in enumerate(shown) if panel.scale == "log")  # before the planning time
+        drawings.insert(place, partial(_draw_dist_ratio, methods=report.methods))
     return drawings
 
 

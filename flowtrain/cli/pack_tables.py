@@ -28,7 +28,7 @@ BINS = (
     Column("micro-\nbatches", lambda report, _: f"{report.num_bins:,}"),
     Column("slots", lambda report, _: f"{report.num_slots:,}"),
     Column("fill\n%", lambda report, _: f"{100 * report.fill:.1f}"),
-    Column("pad\n%", lambda report, _: f"{100 * report.pad_ratio:.2g}"),
+    Column("pad\n%", lambda report, _: f"{100 * report.pad_ratio:.3g}"),
     Column(
         "DistRatio\nViT / LLM",
         lambda report, _: f"{report.dist_ratio_vision:.4f} / {report.dist_ratio_tokens:.4f}",
@@ -40,7 +40,7 @@ BALANCE = (
     Column("imbalance\nin a step, %", lambda report, _: _percent(report.step_imbalance), of_ranks=True),
     Column("imbalance\nin a slot, %", lambda report, _: _percent(report.slot_imbalance), of_ranks=True),
     Column("step's cost\nover bound, %", lambda report, _: _percent(report.excess), of_ranks=True),
-    Column("to the\nfirst", lambda report, first: f"{report.step_cost / (first.step_cost or 1.0):.3f}"),
+    Column("to the\nfirst", lambda report, first: _ratio(report.step_cost, first.step_cost)),
 )
 SIMULATED = (
     Column("simulated\nstep, ms", lambda report, _: _ms(report.simulated_s)),
@@ -48,7 +48,7 @@ SIMULATED = (
     Column("longest\nstep, ms", lambda report, _: _ms(max(step.simulated_s or 0.0 for step in report.steps))),
 )
 CAPTIONS = {
-    "bins": "pad: tokens computed for no sample; plan: median time a step takes, from lengths to dispatch",
+    "bins": "pad: tokens computed for no sample; plan: median of a step, from lengths to dispatch, a search included",
     "balance": "a / b: median / maximum; imbalance: costliest rank over the mean, minus 1; to the first: mean cost",
     "simulated": "simulated step: mean time without the update; time to the first: the first method's is 1",
 }

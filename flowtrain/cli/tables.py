@@ -54,7 +54,7 @@ def plan_tables(
         run.add_row(label, f"{rounds.num_samples:,} samples every {rounds.every} steps{answered}")
     run.add_row("order", _order(config))
     run.add_row("oversized", f"more than {config.data.max_seq_len:,} tokens: {config.data.oversized}")
-    if (policy := _policy(config)) is not None:
+    if (policy := _policy(run_spec)) is not None:
         run.add_row("policy", policy)
     scheduler = config.step_scheduler
     start = "searched, which starts from " if config.pipeline.policy == "pipetune" else ""
@@ -208,8 +208,9 @@ def _devices(config: RunConfig, num_devices: float) -> str:
     return f"{num_devices:g} where the cluster has GPUs{shares}, else none"
 
 
-def _policy(config: RunConfig) -> str | None:
+def _policy(run_spec: RunSpec) -> str | None:
     """What ``pipeline.policy`` does to steps, and for which devices; None if it leaves them to the scheduler."""
+    config = run_spec.config
     if config.pipeline.policy == "none":
         return None
     if config.pipeline.policy == "balanced":
@@ -220,7 +221,7 @@ def _policy(config: RunConfig) -> str | None:
         for text, is_on in (
             ("the number of microbatches", parts.size),
             ("the order of microbatches", parts.order),
-            ("what is encoded ahead", parts.precompute and _encodes_ahead(config)),
+            ("what is encoded ahead", parts.precompute and run_spec.can_encode_ahead),
         )
         if is_on
     ]
@@ -237,13 +238,6 @@ def _searched_device(config: RunConfig) -> str:
     if emulation is not None:
         return f"emulated {config.backbone.accelerator_type or emulation.device} by data sheets"
     return f"{config.backbone.accelerator_type} by data sheets, whatever the run's devices are"
-
-
-def _encodes_ahead(config: RunConfig) -> bool:
-    """Whether a search may have the first stage encode ahead (``search.pipetune``)."""
-    pipeline, is_frozen = config.pipeline, not config.trains_encoders
-    is_apart = pipeline.encoder_layers == "first" and pipeline.schedule == "1f1b"
-    return config.mode == "monolithic" and is_apart and is_frozen
 
 
 def _cut(run_spec: RunSpec) -> str:

@@ -155,7 +155,9 @@ def _search_of(run_spec: RunSpec, compare: bool) -> tuple[PipeTune | None, tuple
     try:
         return configured_search(tuned, model), ()
     except ConfigError as error:
-        return None, (f"no step is simulated, and the policy pipetune is not compared: {error}",)
+        return None, (
+            f"no step is simulated, and the policy pipetune is not compared, since its search is refused: {error}",
+        )
 
 
 def _simulated_on(search: PipeTune) -> str:

@@ -36,6 +36,7 @@ from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.run_cost import configured_costs, first_cost
 from flowtrain.search.configured import configured_search
 from flowtrain.search.partition import with_chosen_partition
+from flowtrain.search.works import encodes_apart
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
@@ -73,6 +74,11 @@ class RunSpec:
     def partition(self) -> Partition:
         """Which layers lie on which pipeline rank."""
         return configured_partition(self.config, self.model_spec, self.plan.backbone.pipeline_parallel_size)
+
+    @property
+    def can_encode_ahead(self) -> bool:
+        """Whether a search of steps may have the first rank encode images of later microbatches."""
+        return self.config.pipeline.schedule == "1f1b" and encodes_apart(self.partition)
 
     @property
     def source_sizes(self) -> tuple[int, ...]:

@@ -142,9 +142,9 @@ class SimulationReport:
         planned, found = self.planning.planned, []
         if planned.is_run and (changed := changed_degrees(self.planning.plan, planned.config)):
             found.append(
-                f"these are steps of the plan, which changes the backbone's degrees ({' '.join(changed)}); flowtrain "
-                "pack --compare simulates steps with the configuration's own, if allocator.profile or "
-                "backbone.accelerator_type is given"
+                f"the plan of {self.planning.winner.mode} changes the backbone's degrees ({' '.join(changed)}); "
+                "flowtrain pack --compare simulates steps with the configuration's own, if the times of its devices "
+                "are known (allocator.profile or backbone.accelerator_type)"
             )
         if planned.config.pipeline.policy == "pipetune":
             found.append(

@@ -280,7 +280,7 @@ def test_a_comparison_says_why_it_has_no_simulated_steps(tmp_path: Path) -> None
     assert record["simulated_on"] is None and all(each["simulated_s"] is None for each in record["methods"])
     assert "neither allocator.profile nor backbone.accelerator_type is given" in record["notes"][0]
     refused = record_of(QUICKSTART, "--steps", "1", "--compare", f"allocator.profile={tmp_path / 'none.json'}")
-    assert "no step is simulated, and the policy pipetune is not compared: " in refused["notes"][0]
+    assert "the policy pipetune is not compared, since its search is refused: " in refused["notes"][0]
     assert "none.json" in refused["notes"][0]
 
 

@@ -147,4 +147,6 @@ def test_steps_of_other_degrees_than_the_configurations_are_named() -> None:
 
     assert notes("backbone.data_parallel_size=2") == ()
     (note,) = notes("backbone.pipeline_parallel_size=2")
-    assert "changes the backbone's degrees" in note and "backbone.pipeline_parallel_size=1" in note
+    assert (
+        "the plan of monolithic changes the backbone's degrees" in note and "backbone.pipeline_parallel_size=1" in note
+    )

@@ -98,7 +98,7 @@ def lay_out_bins(bins: Bins, lengths: Lengths, rules: PackingRules, dispatch: st
     even = with_equal_counts(bins, lengths, rules)
     costs = even.costs(lengths, rules.cost)
     buckets = bucket_of(costs, DEFAULT.num_buckets)
-    return Layout(even, costs, buckets, get_dispatcher(dispatch)(costs, even.vision(lengths), buckets, rules.dp_size))
+    return Layout(even, buckets, get_dispatcher(dispatch)(costs, even.vision(lengths), buckets, rules.dp_size))
 
 
 def check(what: str, bins: Bins, lengths: Lengths, rules: PackingRules) -> None:

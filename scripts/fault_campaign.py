@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -296,7 +296,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--json", action="store_true", help="print the faults as JSON")
-    args = parser.parse_args()
+    show(campaign, parser.parse_args())
+
+
+def show(campaign: Callable[[argparse.Namespace, Console], list[Suffered]], args: argparse.Namespace) -> None:
+    """Run a campaign, and print its faults; exits with 1 if an audit fails."""
     console = Console(stderr=args.json)
     try:
         suffered = campaign(args, console)

@@ -20,19 +20,17 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from fault_campaign import HEADINGS, LIMITS, RECOVERS, AuditFailed, Suffered, audit, rows_of
+from fault_campaign import LIMITS, RECOVERS, AuditFailed, Suffered, audit, show
 from fault_draws import Planned, planned_faults
 from shared.node_pair import NodePair, node_pair
 
@@ -208,7 +206,7 @@ class HostsRun:
             time.sleep(0.2)
 
 
-def campaign(args: argparse.Namespace, say: Callable[[str], None]) -> list[Suffered]:
+def campaign(args: argparse.Namespace, console: Console) -> list[Suffered]:
     """Run until so many faults were suffered; returns all of them."""
     directory: Path = args.directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -235,7 +233,7 @@ def campaign(args: argparse.Namespace, say: Callable[[str], None]) -> list[Suffe
             file.writelines(json.dumps(asdict(each)) + "\n" for each in run.suffered)
         done += run.suffered
         said = ", ".join(f"{each.role} {each.kind} ({each.phase}): {each.how}" for each in run.suffered) or "no fault"
-        say(f"run {number}: {said}; audited, {len(done)} of {args.faults} faults")
+        console.print(f"run {number}: {said}; audited, {len(done)} of {args.faults} faults", highlight=False)
         number += 1
     return done
 
@@ -246,19 +244,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the faults as JSON")
-    args = parser.parse_args()
-    console = Console(stderr=args.json)
-    try:
-        suffered = campaign(args, lambda said: console.print(said, highlight=False))
-    except AuditFailed as error:
-        sys.exit(f"the audit failed: {error}")
-    if args.json:
-        print(json.dumps([asdict(each) for each in suffered]))
-        return
-    table = Table(*HEADINGS)
-    for row in rows_of(suffered):
-        table.add_row(*row)
-    console.print(table)
+    show(campaign, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.text import Text
 from flowtrain.allocator.plan import requirements
 from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.cluster import accelerator_type
 from flowtrain.costs.start_limit import start_limit
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.run_cost import cost_label
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from flowtrain.controller.prepare import RunSpec
     from flowtrain.controller.resume import Resumption
     from flowtrain.controller.summary import RunSummary
+    from flowtrain.costs.action_times import DeviceTimes
 
 
 _ENCODER_PLACES = {
@@ -210,11 +212,9 @@ def _devices(config: RunConfig, num_devices: float) -> str:
 
 def _policy(run_spec: RunSpec) -> str | None:
     """What ``pipeline.policy`` does to steps, and for which devices; None if it leaves them to the scheduler."""
-    config = run_spec.config
-    if config.pipeline.policy == "none":
-        return None
-    if config.pipeline.policy == "balanced":
-        return "balanced"
+    config, search = run_spec.config, run_spec.search
+    if search is None:
+        return None if config.pipeline.policy == "none" else config.pipeline.policy
     parts = config.pipeline.pipetune
     searched = [
         text
@@ -225,19 +225,18 @@ def _policy(run_spec: RunSpec) -> str | None:
         )
         if is_on
     ]
-    return f"pipetune searches {', '.join(searched) or 'the packing alone'}; times of {_searched_device(config)}"
+    device = _searched_device(config, search.simulator.times.times)
+    return f"pipetune searches {', '.join(searched) or 'the packing alone'}; times of {device}"
 
 
-def _searched_device(config: RunConfig) -> str:
-    """Whose times a search of steps takes (``search.configured``)."""
-    profile, emulation = config.allocator.profile, config.emulation
-    if profile is None and emulation is not None:
-        profile = emulation.profile
-    if profile is not None:
-        return f"the devices of {profile}"
-    if emulation is not None:
-        return f"emulated {config.backbone.accelerator_type or emulation.device} by data sheets"
-    return f"{config.backbone.accelerator_type} by data sheets, whatever the run's devices are"
+def _searched_device(config: RunConfig, times: DeviceTimes) -> str:
+    """Whose times a search of steps takes."""
+    if times.profile is not None:
+        return f"the devices of {times.profile.source}"
+    name = accelerator_type(times.device.name)
+    if config.emulation is not None:
+        return f"emulated {name} by data sheets"
+    return f"{name} by data sheets, whatever the run's devices are"
 
 
 def _cut(run_spec: RunSpec) -> str:

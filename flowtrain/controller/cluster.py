@@ -224,6 +224,11 @@ def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "ST
         remove_placement_group(group)
 
 
+def alive_nodes() -> set[str]:
+    """Return the ids of the cluster's nodes that Ray counts as alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | None:
     """Why all actors must share a node; None if the pool's network joins all nodes."""
     if network == "none":
@@ -239,7 +244,7 @@ def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | No
     silent = [node_id for node_id, answer in answers.items() if answer not in ready]
     lacking = [node_id for node_id, answer in answers.items() if answer in ready and not _has_nixl(answer)]
     if silent or lacking:  # a node that was just lost counts as alive for some seconds
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = alive_nodes()
         silent, lacking = ([node_id for node_id in each if node_id in alive] for each in (silent, lacking))
     found = []
     if lacking:

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.actors.keeper import ANSWER_S, NUM_THREADS, KnownKeeper, RayKeeper
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.cluster import alive_nodes
 from flowtrain.controller.worker_group import ActorClasses, namespace_of
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Keepers:
         if len(with_ranks) > 1:
             return with_ranks[(with_ranks.index(node) + 1) % len(with_ranks)]
         kept_by = sorted(self._handles.keys() - {node})  # so that it stays the same one
-        others = sorted(each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeID"] != node)
+        others = sorted(alive_nodes() - {node})
         return next((each for each in (*kept_by, *others) if each in others), None)
 
     def poll(self) -> None:
@@ -157,13 +158,13 @@ class Keepers:
 
     def _replace(self, node: str, reason: str) -> None:
         self._classes.launcher.kill(self._handles.pop(node))
-        if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
+        if node in alive_nodes():
             logger.warning("the keeper of node %s is lost with its snapshots (%s); another one starts", node, reason)
             self._on(node)
 
     def has_lost_a_node(self) -> bool:
         """Whether a node is gone on which ranks were when they last started."""
-        return not set(self._nodes.values()) <= {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+        return not set(self._nodes.values()) <= alive_nodes()
 
     def complete_steps(self) -> set[int]:
         """Return the steps after which the state of every rank lies on some node."""

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from flowtrain.controller.cluster import counts_text
+from flowtrain.controller.cluster import alive_nodes, counts_text
 
 POLL_S = 5.0
 NODE = "a node"
@@ -70,7 +70,7 @@ class NodeWatch:
 
     def _has_lost_one_of_the_first(self) -> bool:
         try:
-            return not self._began_on <= _alive()
+            return not self._began_on <= alive_nodes()
         except (ray.exceptions.RayError, OSError, RuntimeError):
             return False
 
@@ -101,7 +101,7 @@ class NodeWatch:
             return ""
         try:
             table: dict[str, Any] = placement_group_table(self._group)
-            alive = _alive()
+            alive = alive_nodes()
         except (ray.exceptions.RayError, OSError, RuntimeError):
             return None
         if table.get("state") != _LOST:
@@ -110,7 +110,3 @@ class NodeWatch:
         homeless = [index for index in bundles if places.get(index) not in alive]
         needs = "; ".join(sorted({counts_text(bundles[index]) for index in homeless}))
         return f"{len(homeless)} of {len(bundles)} groups of actors wait for a node with free resources ({needs})"
-
-
-def _alive() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -139,8 +139,8 @@ def run_workload(
 def _search_of(run_spec: RunSpec, compare: bool) -> tuple[PipeTune | None, tuple[str, ...]]:
     """The search of a run, or the one that its methods are compared with; else why there is none, as a note."""
     config, model = run_spec.config, run_spec.model_spec
-    if config.pipeline.policy == "pipetune" or not compare:
-        return configured_search(config, model), ()
+    if run_spec.search is not None or not compare:
+        return run_spec.search, ()
     if config.data.grouping is not None:
         return None, (
             "data.grouping keeps its groups, so the policy pipetune, which packs anew, is not compared and no step is "
@@ -179,7 +179,7 @@ def run_cost(config: RunConfig) -> CostModel:
 def planner_of(run_spec: RunSpec) -> StepPlanner:
     """Return the planner of a run, as its coordinator has it."""
     config, dp_size = run_spec.config, run_spec.plan.backbone.data_parallel_size
-    return StepPlanner.from_config(config, dp_size, run_spec.cost, configured_search(config, run_spec.model_spec))
+    return StepPlanner.from_config(config, dp_size, run_spec.cost, run_spec.search)
 
 
 def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:

@@ -36,6 +36,7 @@ from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.run_cost import configured_costs, first_cost
 from flowtrain.search.configured import configured_search
 from flowtrain.search.partition import with_chosen_partition
+from flowtrain.search.pipetune import PipeTune
 from flowtrain.search.works import encodes_apart
 from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
@@ -69,6 +70,8 @@ class RunSpec:
     """The measured profile that ``cost`` comes from, or None."""
     partition_word: str | None = None
     """The word of ``pipeline.partition`` that the numbers in ``config`` stand for."""
+    search: PipeTune | None = None
+    """Of ``pipeline.policy``."""
 
     @property
     def partition(self) -> Partition:
@@ -142,7 +145,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     config = with_chosen_partition(config, spec)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
-    configured_search(config, spec)  # refuses a policy that needs times of unknown devices
+    search = configured_search(config, spec)  # refuses a policy that needs times of unknown devices
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     need = feeder_need(config, indexes, num_eval, plan.feeder.data_parallel_size)
     if need.warning is not None:
@@ -165,6 +168,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
         partition_word=word,
+        search=search,
     )
 
 

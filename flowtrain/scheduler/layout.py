@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.buckets import bucket_of
 from flowtrain.scheduler.dispatch import get_dispatcher
 from flowtrain.scheduler.equal_counts import with_equal_counts
@@ -20,8 +20,6 @@ class Layout:
     """Bins that are dealt to DP ranks."""
 
     bins: Bins
-    costs: FloatArray
-    """Cost of each bin; float64 ``[num_bins]``."""
     buckets: IntArray
     """Class of similar cost of each bin; int64 ``[num_bins]``."""
     slots: IntArray
@@ -43,7 +41,7 @@ def deal(bins: Bins, lengths: Lengths, rules: PackingRules, dispatch: str, num_b
     costs = bins.costs(lengths, rules.cost)
     buckets = bucket_of(costs, num_buckets)
     slots = get_dispatcher(dispatch)(costs, bins.vision(lengths), buckets, rules.dp_size)
-    return Layout(bins, costs, buckets, slots)
+    return Layout(bins, buckets, slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,10 +57,12 @@ def test_a_first_start_that_loses_a_node_is_tried_again(
     run: Any = SimpleNamespace(run_spec=run_spec, group=None, specs=())
     stream: Any = SimpleNamespace(warn=None, note=None)
     display: Any = SimpleNamespace(phase=lambda text: None)
-    group = GroupRun(run, history, None, stream, display, None)  # type: ignore[arg-type]  # nothing else is asked
+    nothing: Any = None  # is asked of the others
+    faked: Any = history
+    group = GroupRun(run, faked, nothing, stream, display, nothing, nothing)
     for name, value in (("_start_coordinator", None), ("_hang_watches", (None, None)), ("_new_watcher", None)):
         monkeypatch.setattr(group, name, lambda *_, value=value: value)
-    group._nodes = SimpleNamespace(has_lost_one=lambda: node_is_lost)  # type: ignore[assignment]
+    monkeypatch.setattr(group, "_nodes", SimpleNamespace(has_lost_one=lambda: node_is_lost))
     with pytest.raises(GroupLost if node_is_lost and may_be_lost else type(error)) as caught:
-        group.run(None, may_be_lost, None)  # type: ignore[arg-type]
+        group.run(nothing, may_be_lost, None)
     assert killed == [True] and str(error) in str(caught.value)

@@ -20,16 +20,15 @@ CAPACITY = 100
 METHODS = [Method(name, "lpt") for name in PACKERS] + [PAPER]
 
 
-def layout_of(bins: list[list[int]], slots: list[list[int]], lengths: Lengths, rules: PackingRules) -> Layout:
+def layout_of(bins: list[list[int]], slots: list[list[int]]) -> Layout:
     packed = Bins.of(bins)
-    costs = packed.costs(lengths, rules.cost)
-    return Layout(packed, costs, np.zeros(len(costs), dtype=np.int64), np.array(slots))
+    return Layout(packed, np.zeros(len(packed), dtype=np.int64), np.array(slots))
 
 
 def test_figures_of_a_layout_by_hand() -> None:
     lengths = Lengths.of([60, 40, 50, 20], [3, 1, 0, 2])
     rules = PackingRules(CAPACITY, tokens(CAPACITY), dp_size=2)
-    layout = layout_of([[0, 1], [2], [3], []], [[0, 1], [2, 3]], lengths, rules)
+    layout = layout_of([[0, 1], [2], [3], []], [[0, 1], [2, 3]])
     figures = figures_of(layout.bins, layout.slots, lengths, rules, plan_time_s=0.25)
     assert (figures.num_samples, figures.num_tokens, figures.num_bins, figures.num_slots) == (4, 170, 4, 2)
     assert figures.num_weightless == 1
@@ -48,7 +47,7 @@ def test_figures_of_a_layout_by_hand() -> None:
 def test_the_bound_is_the_costliest_sample_where_that_is_more_than_an_even_share() -> None:
     lengths = Lengths.of([100, 1])
     rules = PackingRules(CAPACITY, eq3(CAPACITY), dp_size=2)
-    layout = layout_of([[0], [1]], [[0, 1]], lengths, rules)
+    layout = layout_of([[0], [1]], [[0, 1]])
     figures = figures_of(layout.bins, layout.slots, lengths, rules, 0.0)
     assert figures.cost_bound == pytest.approx(2.0)
     assert figures.excess == pytest.approx(0.0)

@@ -38,9 +38,10 @@ def page_of(directories: list[Path]) -> Iterator[str]:
     )
     yield ""
     yield (
-        "A run that *ended* was resumed by one command: a driver that is killed cannot do that itself, Ray ends its "
-        "drivers when its raylet is gone, and a first start that fails is not tried again unless a node was lost. A "
-        "process that is stopped in the last steps may have nothing left to do, so the run *went on without it*."
+        "A run that *ended* was resumed by one command: a driver that is killed cannot do that itself, and Ray ends "
+        "its drivers when its raylet is gone. Until these campaigns a first start that failed was tried again only if "
+        "a node was lost; now all actors start again once. A process that is stopped in the last steps may have "
+        "nothing left to do, so the run *went on without it*."
     )
     for name, script in FILES.items():
         lines = [line for directory in directories for line in records(directory / name)]

@@ -87,12 +87,22 @@ DEATHS = (
     ),
     Death(
         "a node, while the run starts for the first time",
-        "All actors start again once a node has room, up to `limits.max_coordinator_restarts` times. Any other first "
-        "start that fails ends the run, since the next one would fail too.",
+        "All actors start again once a node has room, up to `limits.max_coordinator_restarts` times.",
         (
             "tests/controller/test_group_run.py::test_a_first_start_that_loses_a_node_is_tried_again",
             "tests/controller/test_lost_nodes.py::test_a_loss_is_waited_for_as_long_as_ray_takes_to_notice",
             "tests/controller/test_cluster.py::test_a_node_that_dies_while_it_is_asked_does_not_count",
+        ),
+    ),
+    Death(
+        "a rank or the coordinator, also one that does not answer for `limits.start_timeout_s`, while the run starts "
+        "for the first time",
+        "All actors start again, once: a second start that loses a process ends the run, since the next one would most "
+        "likely lose it too. So does an error that a process raises.",
+        (
+            "tests/controller/test_state.py::test_a_first_start_that_loses_a_process_is_tried_again_once",
+            "tests/controller/test_group_run.py::test_a_start_that_hangs_is_tried_again_if_all_may_be_lost",
+            "tests/e2e/test_lost_by_signal.py::test_a_run_that_lost_its_first_start_ends_as_the_undisturbed_one",
         ),
     ),
     Death(

@@ -35,6 +35,9 @@ from flowtrain.types.events import CheckpointWritten, Event, UnitDone
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction, RankStart
 
+BACKBONE = "the backbone"
+"""Its name, where an actor's would stand."""
+
 
 class GroupRun:
     """Starts one worker group, watches it, and passes its events on."""
@@ -67,8 +70,9 @@ class GroupRun:
 
         In any case all actors end.
 
-        may_be_lost: once all actors run, raise GroupLost when the coordinator is lost; else that is an error.
-        again: called when all actors run; None: no group has run before.
+        may_be_lost: raise GroupLost when the coordinator is lost; else that is an error. A run's first start may be
+        lost once, by a process that dies or hangs.
+        again: called when all actors run; None: no group was started before.
         """
         self._display.phase("starting actors, which load their models")
         coordinator = self._start_coordinator(classes)
@@ -83,7 +87,7 @@ class GroupRun:
             self._run_spec.indexes,
         )
         try:
-            self._state = self._run_state(may_be_lost, has_run=again is not None)
+            self._state = self._run_state(may_be_lost, was_lost=again is not None)
             self._hangs, self._producer_hangs = self._hang_watches()
             self._watcher = self._new_watcher()
             self._start_loops()
@@ -93,7 +97,7 @@ class GroupRun:
                 again()
             return self._watch()
         except WorkerLostError as error:
-            is_missed = isinstance(error, CoordinatorLostError) and self._state.may_lose_coordinator
+            is_missed = isinstance(error, CoordinatorLostError) and self._state.may_all_start_again
             if is_missed:  # it was asked before it was missed
                 raise GroupLost(Role.COORDINATOR, str(error)) from error
             if may_be_lost and not self._is_up and self._nodes.has_lost_one():
@@ -115,7 +119,7 @@ class GroupRun:
     def _flow_settings(self) -> FlowSettings:
         return replace(self._history.flow_settings(), last_traced_step=self._traces.last_step)
 
-    def _run_state(self, may_be_lost: bool, has_run: bool) -> RunState:
+    def _run_state(self, may_be_lost: bool, was_lost: bool) -> RunState:
         limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
 
         def shortage(encoders: Sequence[str]) -> str | None:
@@ -129,8 +133,9 @@ class GroupRun:
             self._actors.leaders,
             limits.max_backbone_restarts if self._config.emulation is None else 0,
             may_be_lost,
-            has_run,
-            self._history.counts,
+            self._history.has_run,
+            may_start_again=not was_lost,
+            counts=self._history.counts,
         )
 
     def _hang_watches(self) -> tuple[HangWatch, ProducerWatch]:
@@ -154,7 +159,7 @@ class GroupRun:
     def _start_loops(self) -> None:
         self._actors.run_producers()
         started = self._start_backbone()
-        if self._history.recorder.peak is None:  # the run's first start that succeeds
+        if not self._history.has_run:
             self._announce(started)
         self._display.phase(f"waiting for step {self._history.start.step + 1}")
         self._run_backbone()
@@ -195,6 +200,8 @@ class GroupRun:
         except StallError as error:
             if self._config.limits.elastic_after_s is not None and self._nodes.lost_since_s is not None:
                 raise StartsAnew(str(error)) from error
+            if self._state.may_all_start_again:
+                raise GroupLost(BACKBONE, str(error)) from error
             raise
 
     def _run_backbone(self) -> None:

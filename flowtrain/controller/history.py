@@ -123,6 +123,11 @@ class History:
         )
 
     @property
+    def has_run(self) -> bool:
+        """Whether the run's processes have all started once."""
+        return self.recorder.peak is not None
+
+    @property
     def origin(self) -> StateOrigin:
         """From where ranks load their state."""
         return replace(self.start.origin, again=self._has_gone_back)

@@ -118,6 +118,8 @@ class RunState:
     max_backbone_restarts: of the whole backbone in this run.
     may_be_lost: whether all may start again when the coordinator is lost.
     has_run: an earlier group has run, so a start that fails is worth another one, if there may be one.
+    may_start_again: whether this first start is worth another one if it loses a process. One that loses a process again
+    most likely fails by what it does.
     counts: of the run's earlier groups; it is counted on.
     """
 
@@ -131,6 +133,7 @@ class RunState:
         max_backbone_restarts: int = 0,
         may_be_lost: bool = False,
         has_run: bool = False,
+        may_start_again: bool = False,
         counts: RestartCounts | None = None,
     ) -> None:
         self._running = {name: role for name, role in actors.items() if role is not Role.ENCODER_RANK}
@@ -145,6 +148,7 @@ class RunState:
         self._is_backbone_down = False
         self._has_producers_ended = False
         self._may_be_lost = may_be_lost
+        self._may_start_again = may_be_lost and may_start_again
         self._stop_asked = False
         self.phase = Phase.RUNNING
 
@@ -169,12 +173,12 @@ class RunState:
         return []
 
     @property
-    def may_lose_coordinator(self) -> bool:
-        """Whether all may start again without it. A first start that fails would fail again."""
-        return self._may_be_lost and self._backbone_runs
+    def may_all_start_again(self) -> bool:
+        """Whether all actors may start again, after a loss that leaves no other way."""
+        return self._may_be_lost and (self._backbone_runs or self._may_start_again)
 
     def on_backbone_started(self) -> None:
-        """From now on a lost rank is a reason to start all ranks again. A first start that fails would fail again."""
+        """From now on a lost rank is a reason to start all ranks again."""
         self._backbone_runs = True
         self._is_backbone_down = False
         self._running |= self._backbone
@@ -225,7 +229,7 @@ class RunState:
 
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
         """The coordinator died, and with it all knowledge of where data is."""
-        if self.may_lose_coordinator:
+        if self.may_all_start_again:
             return self._restart_all(Role.COORDINATOR.value, reason)
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
@@ -273,6 +277,8 @@ class RunState:
             return []  # the others go with the first
         lost = f"{name} {verb} ({reason}); its gradients are lost"
         way_out = "Start again with --resume to go on from the last checkpoint"
+        if self._may_start_again and not self._backbone_runs and self._max_backbone_restarts:
+            return self._restart_all(name, f"it {verb}: {reason}")
         if not self._backbone_runs or not self._max_backbone_restarts:
             return self._fail(WorkerLostError(f"{lost}. {way_out}"))
         if self._counts.backbone >= self._max_backbone_restarts:

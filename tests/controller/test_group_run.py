@@ -1,4 +1,4 @@
-"""A start from a snapshot that fails is not tried again, and a first one only if it has lost a node."""
+"""Which starts that fail are tried again, and from where."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowtrain.controller import worker_group
 from flowtrain.controller.group_run import GroupRun
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.controller.watch import BackboneLost, GroupLost
-from flowtrain.errors import CoordinatorLostError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, StallError, WorkerLostError
 from tests.training.ranks import make_config
 
 
@@ -40,11 +40,33 @@ def test_after_a_failed_start_its_snapshots_are_given_up_unless_a_node_was_lost(
     assert closed == [True] * (in_memory and not node_is_lost)
 
 
+@pytest.mark.parametrize("may_be_lost", [False, True])
+def test_a_start_that_hangs_is_tried_again_if_all_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch, may_be_lost: bool
+) -> None:
+    def hangs(*_: Any) -> None:
+        raise StallError("backbone-0 did not answer")
+
+    monkeypatch.setattr(worker_group, "start_backbone", hangs)
+    start = ResumePoint(step=0)
+    history: Any = SimpleNamespace(start=start, origin=start.origin, keepers=SimpleNamespace(is_on=False))
+    run: Any = SimpleNamespace(run_spec=SimpleNamespace(config=make_config(), evaluations=()), group=None)
+    stream: Any = SimpleNamespace(warn=None, note=None)
+    nothing: Any = None  # is asked of the others
+    group = GroupRun(run, history, nothing, stream, nothing, nothing)
+    state, watcher = SimpleNamespace(may_all_start_again=may_be_lost), SimpleNamespace(results=hangs)
+    for name, value in (("_actors", nothing), ("_state", state), ("_watcher", watcher)):
+        monkeypatch.setattr(group, name, value, raising=False)
+    with pytest.raises(GroupLost if may_be_lost else StallError, match="did not answer"):
+        group._start_backbone()
+
+
 @pytest.mark.parametrize("error", [WorkerLostError("rank 0 died"), CoordinatorLostError("the coordinator died")])
 @pytest.mark.parametrize("node_is_lost", [False, True])
 @pytest.mark.parametrize("may_be_lost", [False, True])
+@pytest.mark.parametrize("is_second", [False, True])
 def test_a_first_start_that_loses_a_node_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, error: WorkerLostError, node_is_lost: bool, may_be_lost: bool
+    monkeypatch: pytest.MonkeyPatch, error: WorkerLostError, node_is_lost: bool, may_be_lost: bool, is_second: bool
 ) -> None:
     def fails() -> None:
         raise error
@@ -52,7 +74,7 @@ def test_a_first_start_that_loses_a_node_is_tried_again(
     killed: list[bool] = []
     actors = SimpleNamespace(roles={}, leaders={}, run_producers=fails, kill=lambda: killed.append(True))
     monkeypatch.setattr(worker_group, "start_actors", lambda *_: actors)
-    history = SimpleNamespace(run_id="", counts=None)
+    history = SimpleNamespace(run_id="", counts=None, has_run=False)
     run_spec = SimpleNamespace(config=make_config(), num_steps=1, indexes=())
     run: Any = SimpleNamespace(run_spec=run_spec, group=None, specs=())
     stream: Any = SimpleNamespace(warn=None, note=None)
@@ -63,6 +85,7 @@ def test_a_first_start_that_loses_a_node_is_tried_again(
     for name, value in (("_start_coordinator", None), ("_hang_watches", (None, None)), ("_new_watcher", None)):
         monkeypatch.setattr(group, name, lambda *_, value=value: value)
     monkeypatch.setattr(group, "_nodes", SimpleNamespace(has_lost_one=lambda: node_is_lost))
-    with pytest.raises(GroupLost if node_is_lost and may_be_lost else type(error)) as caught:
-        group.run(nothing, may_be_lost, None)
+    is_worth_one = node_is_lost or (isinstance(error, CoordinatorLostError) and not is_second)
+    with pytest.raises(GroupLost if is_worth_one and may_be_lost else type(error)) as caught:
+        group.run(nothing, may_be_lost, (lambda: None) if is_second else None)
     assert killed == [True] and str(error) in str(caught.value)

@@ -334,6 +334,20 @@ def test_all_start_again_without_a_coordinator_once_they_ran() -> None:
         assert state.on_failed("encoder-0", CoordinatorLostError("killed")) == state.on_coordinator_lost("again") == []
 
 
+def test_a_first_start_that_loses_a_process_is_tried_again_once() -> None:
+    def first_start(again: bool, limit: int = 2) -> RunState:
+        return RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=limit, may_be_lost=True, may_start_again=again)
+
+    assert first_start(True).on_died("backbone-0", "killed") == [RestartAll("backbone-0")]
+    assert first_start(True).on_hung("backbone-0", "silent") == [RestartAll("backbone-0")]
+    assert first_start(True).on_coordinator_lost("killed") == [RestartAll("coordinator")]
+    for state in (first_start(False), first_start(True, limit=0)):
+        assert "--resume" in str(failure(state.on_died("backbone-0", "killed")))
+    assert "--resume" in str(failure(first_start(False).on_coordinator_lost("killed")))
+    failed = first_start(True).on_failed("backbone-0", ValueError("a bug"))
+    assert "a bug" in str(failure(failed)), "it would fail again"
+
+
 def test_a_group_that_may_not_be_lost_ends_with_its_coordinator() -> None:
     state = state_of_a_running_backbone()
     assert "--resume" in str(failure(state.on_coordinator_lost("killed")))

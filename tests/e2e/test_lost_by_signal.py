@@ -15,8 +15,8 @@ from tests.e2e.processes import Driver, driver
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-def number_of(of: Driver, title: str) -> int:
-    """The one process of a driver's session whose command line contains a title."""
+def numbers_of(of: Driver, title: str) -> list[int]:
+    """Processes of a driver's session whose command line contains a title."""
     found = []
     for process in of.session():
         try:
@@ -25,7 +25,12 @@ def number_of(of: Driver, title: str) -> int:
             continue  # it ended in between
         if title in line:
             found.append(process.pid)
-    (pid,) = found
+    return found
+
+
+def number_of(of: Driver, title: str) -> int:
+    """The only one of them."""
+    (pid,) = numbers_of(of, title)
     return pid
 
 
@@ -43,6 +48,21 @@ def test_a_run_that_lost_its_coordinator_ends_as_the_undisturbed_one(
     check_same_end(victim.run, undisturbed)
     told = [line for line in json_lines(victim.run.events) if line["event"] == "restart"]
     assert [line["role"] for line in told] == ["coordinator"]
+
+
+@pytest.mark.parametrize("title", ["ray::BackboneRank", "ray::Coordinator"])
+def test_a_run_that_lost_its_first_start_ends_as_the_undisturbed_one(
+    world: Path, undisturbed: RunDir, title: str
+) -> None:
+    name = f"at-start-{title.rpartition(':')[2]}"
+    with driver(config_of(world, name), world / f"{name}.log") as victim:
+        victim.wait_until(lambda: bool(numbers_of(victim, title)), "its start")
+        os.kill(numbers_of(victim, title)[0], signal.SIGKILL)
+        assert victim.num_steps == 0
+        assert victim.wait() == 0, victim.report("the run failed")
+        victim.check_nothing_is_left()
+    check_same_end(victim.run, undisturbed)
+    assert "all actors start again" in victim.log.read_text()
 
 
 def test_a_run_whose_raylet_is_stopped_after_the_last_step_ends(world: Path, undisturbed: RunDir) -> None:

@@ -11,7 +11,8 @@ For each profile the plan is computed as by ``flowtrain plan --profile``. Of all
 the benchmark runs those predicted within 15 % of the plan's rate, and for every number of encoder devices at least the
 --each that are predicted fastest. Then the plan and the fastest others run again, interleaved and for longer; the best
 of their medians is the best split found. Waits of far slower splits are shortened, so that trying them takes no longer.
-Meant for an idle machine; exits with 1 if an actor fails.
+Each split that is run is simulated too, on its own batches: its error stands beside the formula's.
+Meant for an idle machine (--time-scale 5 makes all waits as many times as long); exits with 1 if an actor fails.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from _report import Figure, at_least, emit
+from _report import Figure, at_least, at_most, emit
 from rich.console import Console
 from rich.table import Table
+from shared.emulated_prediction import simulated_rate
 from shared.emulated_run import Emulation, Measured
 from shared.emulated_splits import Split, all_splits, planned_split, worth_trying
 from shared.emulated_world import MAX_DEVICES, MIN_DEVICES, PERIOD_STEPS, VISION, World, draw_ratios, draw_world
@@ -44,7 +46,7 @@ FAR_SLOWER = 0.75
 class Comparison:
     """One emulated profile: its plan, the first pass over the splits, the second over the plan and the best others.
 
-    num_splits: feasible splits that use all devices; ``tried`` has those that were run.
+    num_splits: feasible splits that use all devices; ``tried`` has those that were run. simulated: their samples/s.
     """
 
     world: World
@@ -52,6 +54,7 @@ class Comparison:
     num_splits: int
     tried: dict[Split, Measured]
     finals: dict[Split, list[Measured]]
+    simulated: dict[Split, float]
 
     def rate(self, split: Split) -> float:
         """Samples/s, median of the second pass."""
@@ -75,9 +78,18 @@ class Comparison:
 
     @property
     def errors(self) -> list[float]:
-        """|predicted / measured - 1| of every split that was run, by its second pass if it has one."""
-        measured = {split: each.rate for split, each in self.tried.items()} | {s: self.rate(s) for s in self.finals}
-        return [abs(split.rate / rate - 1.0) for split, rate in measured.items()]
+        """|predicted / measured - 1| of every split that was run."""
+        return [abs(split.rate / rate - 1.0) for split, rate in self._measured.items()]
+
+    @property
+    def simulated_errors(self) -> list[float]:
+        """|simulated / measured - 1| of every split that was run."""
+        return [abs(self.simulated[split] / rate - 1.0) for split, rate in self._measured.items()]
+
+    @property
+    def _measured(self) -> dict[Split, float]:
+        """Samples/s of every split that was run, by its second pass if it has one."""
+        return {split: each.rate for split, each in self.tried.items()} | {s: self.rate(s) for s in self.finals}
 
     @property
     def last_runs(self) -> list[Measured]:
@@ -91,17 +103,23 @@ def compare(emulation: Emulation, world: World, arguments: argparse.Namespace, d
     splits = all_splits(request, world.surrogate(request), VISION)
     plan = planned_split(world.allocation(), splits, VISION)
     tried: dict[Split, Measured] = {}
+    simulated: dict[Split, float] = {}
     for split in dict.fromkeys([plan, *worth_trying(splits, arguments.each, NEAR * plan.rate)]):
         num_steps = PERIOD_STEPS if split.rate < FAR_SLOWER * plan.rate else arguments.steps
         tried[split] = emulation.run(world, split, num_steps, directory)
-        _say(f"{world.name}: {split}: predicted {split.rate:.1f}, measured {tried[split].rate:.1f}")
+        simulated[split] = simulated_rate(world, split, num_steps)
+        _say(
+            f"{world.name}: {split}: predicted {split.rate:.1f}, simulated {simulated[split]:.1f}, measured "
+            f"{tried[split].rate:.1f}"
+        )
     others = sorted((s for s in tried if s != plan), key=lambda split: tried[split].rate, reverse=True)
     finals: dict[Split, list[Measured]] = {split: [] for split in [plan, *others[: arguments.contenders]]}
     for repeat in range(arguments.repeats):
         order = list(finals)
         for split in order[repeat % len(order) :] + order[: repeat % len(order)]:
             finals[split].append(emulation.run(world, split, arguments.final_steps, directory))
-    return Comparison(world, plan, len(splits), tried, finals)
+    simulated |= {split: simulated_rate(world, split, arguments.final_steps) for split in finals}
+    return Comparison(world, plan, len(splits), tried, finals, simulated)
 
 
 def figures_of(comparisons: Sequence[Comparison], duration_s: float) -> list[Figure]:
@@ -123,6 +141,7 @@ def figures_of(comparisons: Sequence[Comparison], duration_s: float) -> list[Fig
         ]
     ratios = [each.ratio for each in comparisons]
     errors = [error for each in comparisons for error in each.errors]
+    simulated = [error for each in comparisons for error in each.simulated_errors]
     runs = [run for each in comparisons for run in each.last_runs]
     num_stalled = sum(run.has_stalled for each in comparisons for run in [*each.tried.values(), *each.last_runs])
     return [
@@ -137,6 +156,8 @@ def figures_of(comparisons: Sequence[Comparison], duration_s: float) -> list[Fig
             note=f"{len(errors)} splits, |predicted/measured - 1|",
         ),
         Figure("emulated.prediction_error_worst", max(errors), "1"),
+        at_most("emulated.simulation_error_median", median(simulated), "1", 0.02, "|simulated/measured - 1|"),
+        at_most("emulated.simulation_error_worst", max(simulated), "1", 0.1),
         Figure("emulated.cores_busy", mean(each.busy for each in runs), "1", note="by the emulation, second pass"),
         Figure("emulated.machine_busy", mean(each.machine_busy for each in runs), "1", note="by all on the machine"),
         Figure("emulated.stalled_runs", num_stalled, "runs", note="with a step more than 1 s above the mean"),
@@ -193,6 +214,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="repetitions in the second pass")
     parser.add_argument("--steps", type=int, default=2 * PERIOD_STEPS, help="measured steps in the first pass")
     parser.add_argument("--final-steps", type=int, default=4 * PERIOD_STEPS, help="measured steps in the second pass")
+    parser.add_argument("--time-scale", type=float, default=1.0, help="of all waits, for a busy machine")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     for name in ("steps", "final_steps"):
@@ -210,7 +232,7 @@ def main() -> None:
     ratios = draw_ratios(arguments.profiles, arguments.seed)
     numbers = range(arguments.profiles) if arguments.only is None else arguments.only
     comparisons = []
-    with tempfile.TemporaryDirectory() as name, Emulation() as emulation:
+    with tempfile.TemporaryDirectory() as name, Emulation(arguments.time_scale) as emulation:
         directory = Path(name)
         for number in numbers:
             world = draw_world(

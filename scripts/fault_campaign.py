@@ -71,6 +71,7 @@ LIMITS = (
     "limits.coordinator_timeout_s=15",
     "limits.lease_timeout_s=10",
     "limits.stall_timeout_s=60",
+    "limits.start_timeout_s=45",
     "limits.stop_timeout_s=20",
 )
 """So that a stopped process is noticed soon."""

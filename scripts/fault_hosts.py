@@ -52,7 +52,12 @@ WORKERS = (1, 2)
 """Hosts that may be lost; the head has the driver, and Ray's own records."""
 SIZES = ("encoders.vision.num_cpus=1", "backbone.num_cpus=1", "pool.network=auto")
 """Two encoders and two ranks fill both hosts, so that a run waits for the lost one."""
-LONGER = ("limits.stop_timeout_s=30", "limits.coordinator_timeout_s=30", "limits.stall_timeout_s=300")
+LONGER = (
+    "limits.stop_timeout_s=30",
+    "limits.coordinator_timeout_s=30",
+    "limits.stall_timeout_s=300",
+    "limits.start_timeout_s=300",
+)
 """Than on one node: a lost host must come back first."""
 DOWN_S = (2.0, 20.0)
 NOTICE_S = 120.0

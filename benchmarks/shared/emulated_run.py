@@ -58,7 +58,10 @@ class Measured:
 
 
 class Emulation:
-    """The processes and the event loop that all runs share; a context manager."""
+    """The processes and the event loop that all runs share; a context manager. time_scale: of all waits."""
+
+    def __init__(self, time_scale: float = 1.0) -> None:
+        self._time_scale = time_scale
 
     def __enter__(self) -> Emulation:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -76,7 +79,7 @@ class Emulation:
 
     def run(self, world: World, split: Split, num_steps: int, directory: Path) -> Measured:
         """Run a split for ``num_steps`` steps after the first ones."""
-        time_scale = min(1.0, LONGEST_STEP_S * split.rate / BATCH)
+        time_scale = self._time_scale * min(1.0, LONGEST_STEP_S * split.rate / BATCH)
         config = config_of(world, split, WARM_UP_STEPS + num_steps)
         run_spec = prepare(config)
         settings = settings_of(run_spec, split)

@@ -84,7 +84,7 @@ EVERY_SNAPSHOT = 1
 class Suffered:
     """A fault that a run has suffered. noticed_s, recovered_s: since it; None: it never mattered.
 
-    how: what the run did. steps_again: steps that were done twice.
+    how: what the run did. steps_again: steps that were done twice; None: that was not recorded.
     """
 
     run: int
@@ -95,7 +95,7 @@ class Suffered:
     how: str
     noticed_s: float | None = None
     recovered_s: float | None = None
-    steps_again: int = 0
+    steps_again: int | None = 0
 
 
 class AuditFailed(Exception):
@@ -281,8 +281,9 @@ def rows_of(suffered: list[Suffered]) -> Iterator[tuple[str, ...]]:
         for fault in each:
             ways[fault.how] += 1
         outcome = ", ".join(f"{count} {how}" for how, count in sorted(ways.items()))
-        again = sum(fault.steps_again for fault in each)
-        yield role, kind, str(len(each)), outcome, _middle(each, "noticed_s"), _middle(each, "recovered_s"), str(again)
+        known = [fault.steps_again for fault in each if fault.steps_again is not None]
+        again = str(sum(known)) + (f" (of {len(known)})" if len(known) < len(each) else "")
+        yield role, kind, str(len(each)), outcome, _middle(each, "noticed_s"), _middle(each, "recovered_s"), again
 
 
 def _middle(faults: list[Suffered], key: str) -> str:

@@ -34,8 +34,8 @@ def page_of(directories: list[Path]) -> Iterator[str]:
         f"{found['cores']} cores, which other work shared. After each run an audit from outside found its losses equal "
         "to those of the undisturbed run to the bit, each position of the data in the ledger once, and no process, "
         "shared memory or temporary file left. A table has the number of faults of each kind, what the run did, the "
-        "median (and the most) seconds until it noticed and until it trained again, and the steps that it did twice (of as "
-        "many faults as have this recorded)."
+        "median (and the most) seconds until it noticed and until it trained again, and the steps that it did twice "
+        "(of as many faults as have this recorded)."
     )
     yield ""
     yield (

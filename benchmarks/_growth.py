@@ -58,7 +58,7 @@ def look_at(session: int, at_s: float, step: int) -> Look:
     """Look at every process of a session now."""
     held = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError, KeyError):  # it has ended, or is about to
             root = Path("/proc") / entry
             fields = (root / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] not in "ZX":

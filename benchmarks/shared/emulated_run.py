@@ -43,6 +43,7 @@ class Measured:
     rate: samples/s of the emulated devices at their own speed.
     step_s, longest_s: mean and longest of the measured steps as they were run.
     busy, machine_busy: shares of all cores' time that the emulation, and everything on the machine, took meanwhile.
+    time_scale: of all waits.
     """
 
     rate: float
@@ -50,11 +51,12 @@ class Measured:
     longest_s: float
     busy: float
     machine_busy: float
+    time_scale: float = 1.0
 
     @property
     def has_stalled(self) -> bool:
         """Whether one step took far longer than the others; no wait of an emulated device explains that."""
-        return self.longest_s > STALL_S + self.step_s
+        return self.longest_s > STALL_S * self.time_scale + self.step_s
 
 
 class Emulation:
@@ -99,7 +101,7 @@ class Emulation:
             self._wait()
         steps_s = [end - start for start, end in pairwise(ends[WARM_UP_STEPS - 1 :])]
         step_s = sum(steps_s) / num_steps
-        return Measured(BATCH / step_s * time_scale, step_s, max(steps_s), busy, machine_busy)
+        return Measured(BATCH / step_s * time_scale, step_s, max(steps_s), busy, machine_busy, self._time_scale)
 
     def _until_done(self, coordinator: Coordinator, num_steps: int) -> tuple[list[float], float, float]:
         """End of each step, in seconds since the epoch, and the two shares of the cores' time of ``Measured``."""

@@ -85,7 +85,8 @@ class LimitsConfig(ConfigModel):
     coordinator_timeout_s: float = Field(60.0, gt=5, le=MAX_DURATION_S)
     """For a sign of life of the coordinator, which answers the driver every few seconds."""
     max_coordinator_restarts: int = Field(5, ge=0)
-    """How often all actors may go back to a checkpoint because the coordinator was lost; 0: that ends the run."""
+    """How often all actors may go back to a checkpoint because the coordinator was lost, or start again because the
+    first start lost a process; 0: that ends the run."""
     max_backbone_restarts: int = Field(5, ge=0)
     """How often the backbone may go back to a checkpoint because a rank was lost; 0: a lost rank ends the run."""
     elastic_after_s: float | None = Field(None, gt=0, le=MAX_DURATION_S)

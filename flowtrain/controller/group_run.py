@@ -65,14 +65,20 @@ class GroupRun:
         self._patience = Patience(self._config.limits.elastic_after_s, self._nodes)
         self._is_up = False
 
-    def run(self, classes: ActorClasses, may_be_lost: bool, again: Callable[[], None] | None) -> bool:
+    def run(
+        self,
+        classes: ActorClasses,
+        may_be_lost: bool,
+        again: Callable[[], None] | None = None,
+        may_start_again: bool = False,
+    ) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early.
 
         In any case all actors end.
 
-        may_be_lost: raise GroupLost when the coordinator is lost; else that is an error. A run's first start may be
-        lost once, by a process that dies or hangs.
+        may_be_lost: raise GroupLost when all actors must start again, as without a coordinator; else that is an error.
         again: called when all actors run; None: no group was started before.
+        may_start_again: raise it also if the run's first start loses a rank or the coordinator.
         """
         self._display.phase("starting actors, which load their models")
         coordinator = self._start_coordinator(classes)
@@ -87,7 +93,7 @@ class GroupRun:
             self._run_spec.indexes,
         )
         try:
-            self._state = self._run_state(may_be_lost, was_lost=again is not None)
+            self._state = self._run_state(may_be_lost, may_start_again)
             self._hangs, self._producer_hangs = self._hang_watches()
             self._watcher = self._new_watcher()
             self._start_loops()
@@ -97,7 +103,7 @@ class GroupRun:
                 again()
             return self._watch()
         except WorkerLostError as error:
-            is_missed = isinstance(error, CoordinatorLostError) and self._state.may_all_start_again
+            is_missed = isinstance(error, CoordinatorLostError) and self._state.may_lose_coordinator
             if is_missed:  # it was asked before it was missed
                 raise GroupLost(Role.COORDINATOR, str(error)) from error
             if may_be_lost and not self._is_up and self._nodes.has_lost_one():
@@ -119,7 +125,7 @@ class GroupRun:
     def _flow_settings(self) -> FlowSettings:
         return replace(self._history.flow_settings(), last_traced_step=self._traces.last_step)
 
-    def _run_state(self, may_be_lost: bool, was_lost: bool) -> RunState:
+    def _run_state(self, may_be_lost: bool, may_start_again: bool) -> RunState:
         limits, modules = self._config.limits, {spec.name: spec.module for spec in self._run.specs}
 
         def shortage(encoders: Sequence[str]) -> str | None:
@@ -134,8 +140,8 @@ class GroupRun:
             limits.max_backbone_restarts if self._config.emulation is None else 0,
             may_be_lost,
             self._history.has_run,
-            may_start_again=not was_lost,
-            counts=self._history.counts,
+            may_start_again,
+            self._history.counts,
         )
 
     def _hang_watches(self) -> tuple[HangWatch, ProducerWatch]:
@@ -191,7 +197,7 @@ class GroupRun:
         kept_by = keepers.for_ranks if keepers.is_on else None
         try:
             return worker_group.start_backbone(self._actors, settings, history.origin, evaluations, results, kept_by)
-        except (BackboneLost, GroupLost):  # the latter where producers have ended already
+        except (BackboneLost, GroupLost):
             # The next start must not fail by the same snapshot. It is not to blame if a rank was put on a node that was
             # lost already, which Ray may take seconds to notice.
             if history.start.in_memory and not keepers.has_lost_a_node():
@@ -200,7 +206,7 @@ class GroupRun:
         except StallError as error:
             if self._config.limits.elastic_after_s is not None and self._nodes.lost_since_s is not None:
                 raise StartsAnew(str(error)) from error
-            if self._state.may_all_start_again:
+            if self._state.may_start_again and not isinstance(error, CoordinatorLostError):
                 raise GroupLost(BACKBONE, str(error)) from error
             raise
 

@@ -35,7 +35,7 @@ class NodeWatch:
     ) -> None:
         self._group, self._warn, self._note, self._clock = group, warn, note, clock
         self._asked_s = clock()
-        self._began_on = self._used()
+        self._had = self._used()
         self.lost_since_s: float | None = None
         """On the clock; None: all of the run's nodes are there."""
 
@@ -55,6 +55,8 @@ class NodeWatch:
         elif self.lost_since_s is not None and not lost:
             self.lost_since_s = None
             self._note("the run has all its nodes again")
+        if not lost:
+            self._had |= self._used()
 
     def has_lost_one(self, within_s: float = NOTICE_S, sleep: Callable[[float], None] = time.sleep) -> bool:
         """Whether a node of the run was lost, though another one may have taken its place.
@@ -62,15 +64,15 @@ class NodeWatch:
         To be asked after an actor was lost, which shows earlier. Waits for Ray to notice, unless all are on one node.
         """
         deadline_s = self._clock() + within_s
-        while not self._has_lost_one_of_the_first():
-            if len(self._began_on) < 2 or self._clock() > deadline_s:
+        while not self._has_lost_one_it_had():
+            if len(self._had) < 2 or self._clock() > deadline_s:
                 return False
             sleep(1.0)
         return True
 
-    def _has_lost_one_of_the_first(self) -> bool:
+    def _has_lost_one_it_had(self) -> bool:
         try:
-            return not self._began_on <= alive_nodes()
+            return not self._had <= alive_nodes()
         except (ray.exceptions.RayError, OSError, RuntimeError):
             return False
 

@@ -19,6 +19,7 @@ from flowtrain.controller.following import following, telling_the_end
 from flowtrain.controller.group_run import GroupRun
 from flowtrain.controller.history import History
 from flowtrain.controller.keepers import Keepers
+from flowtrain.controller.lost_nodes import NODE
 from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.resume import check_goes_on
@@ -197,14 +198,16 @@ class Controller:
         # Emulated devices have no state to go back to.
         most = self._config.limits.max_coordinator_restarts if self._config.emulation is None else 0
         again: Callable[[], None] | None = None
+        may_start_again = True  # once; a start that loses a node does not count
         for left in range(most, -1, -1):
             group = GroupRun(
                 self._run, self._history, self._traces, self._stream, self._display, self._stop, self._room
             )
             try:
-                return group.run(classes, may_be_lost=left > 0, again=again)
+                return group.run(classes, left > 0, again, may_start_again)
             except GroupLost as lost:
                 again = self._go_back(lost)
+                may_start_again &= lost.name == NODE
         raise AssertionError("the last group's coordinator may not be lost")
 
     def _go_back(self, lost: GroupLost) -> Callable[[], None]:

@@ -69,7 +69,8 @@ class RestartBackbone:
 class RestartAll:
     """End all actors, go back to the last snapshot or checkpoint, and start them again.
 
-    name: the coordinator, or a rank that was lost when producers had already ended. reason: why.
+    name: the coordinator, or a rank that was lost in the run's first start or when producers had already ended.
+    reason: why.
     """
 
     name: str
@@ -173,9 +174,14 @@ class RunState:
         return []
 
     @property
-    def may_all_start_again(self) -> bool:
-        """Whether all actors may start again, after a loss that leaves no other way."""
+    def may_lose_coordinator(self) -> bool:
+        """Whether all may start again without it."""
         return self._may_be_lost and (self._backbone_runs or self._may_start_again)
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether this is a first start that is worth another one if a rank dies or does not answer."""
+        return self._may_start_again and not self._backbone_runs and self._max_backbone_restarts > 0
 
     def on_backbone_started(self) -> None:
         """From now on a lost rank is a reason to start all ranks again."""
@@ -229,7 +235,7 @@ class RunState:
 
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
         """The coordinator died, and with it all knowledge of where data is."""
-        if self.may_all_start_again:
+        if self.may_lose_coordinator:
             return self._restart_all(Role.COORDINATOR.value, reason)
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
@@ -277,7 +283,7 @@ class RunState:
             return []  # the others go with the first
         lost = f"{name} {verb} ({reason}); its gradients are lost"
         way_out = "Start again with --resume to go on from the last checkpoint"
-        if self._may_start_again and not self._backbone_runs and self._max_backbone_restarts:
+        if self.may_start_again:
             return self._restart_all(name, f"it {verb}: {reason}")
         if not self._backbone_runs or not self._max_backbone_restarts:
             return self._fail(WorkerLostError(f"{lost}. {way_out}"))

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from flowtrain.controller import worker_group
+from flowtrain.controller import run, worker_group
 from flowtrain.controller.group_run import GroupRun
+from flowtrain.controller.lost_nodes import NODE
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.controller.watch import BackboneLost, GroupLost
-from flowtrain.errors import CoordinatorLostError, StallError, WorkerLostError
+from flowtrain.errors import CoordinatorLostError, CoordinatorSilentError, StallError, WorkerLostError
 from tests.training.ranks import make_config
 
 
@@ -40,12 +41,13 @@ def test_after_a_failed_start_its_snapshots_are_given_up_unless_a_node_was_lost(
     assert closed == [True] * (in_memory and not node_is_lost)
 
 
-@pytest.mark.parametrize("may_be_lost", [False, True])
-def test_a_start_that_hangs_is_tried_again_if_all_may_be_lost(
-    monkeypatch: pytest.MonkeyPatch, may_be_lost: bool
+@pytest.mark.parametrize("may_start_again", [False, True])
+@pytest.mark.parametrize("error", [StallError("backbone-0 did not answer"), CoordinatorSilentError("it is silent")])
+def test_a_first_start_that_hangs_is_tried_again_and_no_later_one(
+    monkeypatch: pytest.MonkeyPatch, may_start_again: bool, error: StallError
 ) -> None:
     def hangs(*_: Any) -> None:
-        raise StallError("backbone-0 did not answer")
+        raise error
 
     monkeypatch.setattr(worker_group, "start_backbone", hangs)
     start = ResumePoint(step=0)
@@ -54,10 +56,11 @@ def test_a_start_that_hangs_is_tried_again_if_all_may_be_lost(
     stream: Any = SimpleNamespace(warn=None, note=None)
     nothing: Any = None  # is asked of the others
     group = GroupRun(run, history, nothing, stream, nothing, nothing)
-    state, watcher = SimpleNamespace(may_all_start_again=may_be_lost), SimpleNamespace(results=hangs)
+    state, watcher = SimpleNamespace(may_start_again=may_start_again), SimpleNamespace(results=hangs)
     for name, value in (("_actors", nothing), ("_state", state), ("_watcher", watcher)):
         monkeypatch.setattr(group, name, value, raising=False)
-    with pytest.raises(GroupLost if may_be_lost else StallError, match="did not answer"):
+    is_rank = type(error) is StallError  # the coordinator is lost under its own name
+    with pytest.raises(GroupLost if may_start_again and is_rank else type(error), match=str(error)):
         group._start_backbone()
 
 
@@ -87,5 +90,33 @@ def test_a_first_start_that_loses_a_node_is_tried_again(
     monkeypatch.setattr(group, "_nodes", SimpleNamespace(has_lost_one=lambda: node_is_lost))
     is_worth_one = node_is_lost or (isinstance(error, CoordinatorLostError) and not is_second)
     with pytest.raises(GroupLost if is_worth_one and may_be_lost else type(error)) as caught:
-        group.run(nothing, may_be_lost, (lambda: None) if is_second else None)
+        group.run(nothing, may_be_lost, (lambda: None) if is_second else None, may_start_again=not is_second)
     assert killed == [True] and str(error) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("losses", "allowed"),
+    [
+        (["backbone-0"], [True, False]),
+        ([NODE, NODE, "coordinator"], [True, True, True, False]),
+        (["backbone-0", NODE], [True, False, False]),
+    ],
+)
+def test_a_first_start_that_lost_a_node_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, losses: list[str], allowed: list[bool]
+) -> None:
+    given: list[bool] = []
+
+    def run_group(classes: Any, may_be_lost: bool, again: Any, may_start_again: bool) -> bool:
+        given.append(may_start_again)
+        if len(given) <= len(losses):
+            raise GroupLost(losses[len(given) - 1], "it died")
+        return False
+
+    monkeypatch.setattr(run, "GroupRun", lambda *_: SimpleNamespace(run=run_group))
+    nothing: Any = None  # is asked of the others
+    opened: Any = SimpleNamespace(run_spec=SimpleNamespace(config=make_config()))
+    controller = run.Controller(opened, nothing, nothing, nothing, nothing, nothing, nothing)
+    monkeypatch.setattr(controller, "_go_back", lambda lost: lambda: None)
+    assert controller._run_groups(nothing) is False
+    assert given == allowed

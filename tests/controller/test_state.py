@@ -344,6 +344,9 @@ def test_a_first_start_that_loses_a_process_is_tried_again_once() -> None:
     for state in (first_start(False), first_start(True, limit=0)):
         assert "--resume" in str(failure(state.on_died("backbone-0", "killed")))
     assert "--resume" in str(failure(first_start(False).on_coordinator_lost("killed")))
+    assert first_start(True).may_start_again and not first_start(True, limit=0).may_start_again
+    later = RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=2, may_be_lost=True, has_run=True)
+    assert not later.may_start_again and later.may_lose_coordinator, "one that hangs ends the run, with its reason"
     failed = first_start(True).on_failed("backbone-0", ValueError("a bug"))
     assert "a bug" in str(failure(failed)), "it would fail again"
 

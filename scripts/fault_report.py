@@ -41,8 +41,8 @@ def page_of(directories: list[Path]) -> Iterator[str]:
     yield (
         "A run that *ended* was resumed by one command: a driver that is killed cannot do that itself, and Ray ends "
         "its drivers when its raylet is gone. Most of these runs were made before a first start that loses a process "
-        "was tried again: ranks, coordinators and feeders that ended a run did so there. A process that is stopped in the "
-        "last steps may have nothing left to do, so the run *went on without it*."
+        "was tried again: ranks, coordinators and feeders that ended a run did so there. A process that is stopped "
+        "in the last steps may have nothing left to do, so the run *went on without it*."
     )
     for name, script in FILES.items():
         lines = [line for directory in directories for line in records(directory / name)]

@@ -30,7 +30,8 @@ from shared.emulated_hosts import LIMIT_S, Host, Job, machine_cpu_s
 from shared.emulated_splits import Split
 from shared.emulated_world import BATCH, VISION, World
 
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 4
+"""Encoders are ahead by more steps at the start than later."""
 LONGEST_STEP_S = 0.4
 """Seconds of a step. A slower split's waits are shortened, so that measuring it does not take longer."""
 STALL_S = 1.0

@@ -173,6 +173,8 @@ def summary_table(summary: RunSummary) -> Table:
     if summary.checkpoint is not None:
         table.add_row("checkpoint", str(summary.checkpoint))
         table.add_row("export it", f"flowtrain export {run.root}")
+    if summary.stopped and summary.emulated is None:
+        table.add_row("go on", run.resume_command)
     return table
 
 

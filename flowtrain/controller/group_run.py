@@ -197,10 +197,13 @@ class GroupRun:
         kept_by = keepers.for_ranks if keepers.is_on else None
         try:
             return worker_group.start_backbone(self._actors, settings, history.origin, evaluations, results, kept_by)
-        except (BackboneLost, GroupLost):
-            # The next start must not fail by the same snapshot. It is not to blame if a rank was put on a node that was
-            # lost already, which Ray may take seconds to notice.
-            if history.start.in_memory and not keepers.has_lost_a_node():
+        except (BackboneLost, GroupLost) as lost:
+            # The snapshot is not to blame if a rank was put on a node that was lost already, which Ray may take seconds
+            # to notice.
+            if history.blames_snapshot(lost.name, lost.reason) and not keepers.has_lost_a_node():
+                self._stream.warn(
+                    f"the snapshot of step {history.start.step} is given up, since the backbone did not start from it"
+                )
                 keepers.close()
             raise
         except StallError as error:

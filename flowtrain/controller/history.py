@@ -17,7 +17,7 @@ from flowtrain.controller.opening import OpenRun
 from flowtrain.controller.prepare import first_flow_settings
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import ResumePoint, consumed_at, find_resume_point
-from flowtrain.controller.state import RestartCounts, Role
+from flowtrain.controller.state import CANNOT_START, RestartCounts, Role
 from flowtrain.errors import RunFileError
 from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event, SnapshotKept
@@ -46,6 +46,7 @@ class History:
         self.run_id = self.nonce = secrets.token_hex(4)
         self.counts = RestartCounts()
         self._has_gone_back = False
+        self._failed_step: int | None = None  # of the snapshot from which a start failed
         self._lost_s: float | None = None
         self._num_again = 0
 
@@ -79,6 +80,16 @@ class History:
         """Note that an actor was lost for which the run must go back."""
         if self._lost_s is None:
             self._lost_s = time.monotonic()
+
+    def blames_snapshot(self, lost: str, reason: str) -> bool:
+        """Whether a start that failed would fail by the same snapshot again.
+
+        So it is if a rank could not load it, or if ranks were lost at two starts from it. lost: the actor's name.
+        """
+        if not self.start.in_memory or lost == Role.COORDINATOR:
+            return False
+        is_second, self._failed_step = self._failed_step == self.start.step, self.start.step
+        return is_second or reason.startswith(CANNOT_START)
 
     def go_back(self) -> None:
         """Go back to the last snapshot or checkpoint, while no rank runs.

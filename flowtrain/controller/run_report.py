@@ -103,7 +103,7 @@ class Ending:
             if self._config.emulation is None:  # such a run cannot be resumed
                 last = checkpoint_store.latest_complete(run.checkpoints)
                 saved = checkpoint_store.read_meta(last).step if last is not None else None
-                interrupt.add_note(f"{run.root}: {resume_text(status_of(run.root).step, saved)}")
+                interrupt.add_note(f"{run.root}: {resume_text(run, status_of(run.root).step, saved)}")
             if run.metrics.is_file():
                 interrupt.add_note(f"flowtrain report {run.root} writes its report")
         except Exception as error:  # the interrupt itself counts more

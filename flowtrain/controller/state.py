@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from flowtrain.errors import CoordinatorLostError, DataError, FlowTrainError, ReplicaLostError, WorkerLostError
 
+CANNOT_START = "it cannot start"
+"""What the reason begins with if a rank is lost because it cannot load its snapshot."""
+
 
 class Role(enum.StrEnum):
     """What an actor does; it decides what its death means."""

@@ -13,6 +13,7 @@ from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
 from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.state import (
+    CANNOT_START,
     Abandon,
     Decision,
     Fail,
@@ -211,7 +212,7 @@ class Watcher:
         elif isinstance(outcome, Failed) and outcome.lost_peer:
             self._perform(self._state.on_died(name, f"it lost the other ranks: {outcome.error}"))
         elif isinstance(outcome, Failed) and isinstance(outcome.error, SnapshotLostError):
-            self._perform(self._state.on_died(name, f"it cannot start: {outcome.error}"))
+            self._perform(self._state.on_died(name, f"{CANNOT_START}: {outcome.error}"))
         elif isinstance(outcome, Failed):
             if self._state.phase is Phase.DRAINING:
                 logger.warning("%s failed after it was no longer needed: %s", name, outcome.error)

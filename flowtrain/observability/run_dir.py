@@ -40,6 +40,11 @@ class RunDir:
         return self.root / "config.yaml"
 
     @property
+    def resume_command(self) -> str:
+        """What goes on with the run as it was last started: the configuration has all overrides."""
+        return f"flowtrain train {self.config} --resume"
+
+    @property
     def plan(self) -> Path:
         """The actors of the run and their resources."""
         return self.root / "plan.yaml"

@@ -100,12 +100,13 @@ def test_status_says_what_a_killed_run_has_lost(directory: Path) -> None:
     write_lines(directory / "events.jsonl", [started(num_steps=100)])
     facts = facts_of(run("status", "one")[1])
     assert facts["checkpoint"] == "none"
-    assert facts["resume"] == "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 30 are lost"
+    command = f"flowtrain train {directory}/config.yaml --resume"
+    assert facts["resume"] == f"there is no checkpoint, so {command} begins anew; steps 1 to 30 are lost"
     saved = event("checkpoint", 29, 29.5, duration_s=1.0, nbytes=1, best_of=None)
     write_lines(directory / "events.jsonl", [started(num_steps=100), saved])
     facts = facts_of(run("status", "one")[1])
     assert facts["checkpoint"] == "after step 29"
-    assert facts["resume"] == "flowtrain train --resume goes on after step 29; step 30 is lost"
+    assert facts["resume"] == f"{command} goes on after step 29; step 30 is lost"
 
 
 def test_no_text_of_a_run_can_steer_the_terminal(directory: Path) -> None:

@@ -31,14 +31,17 @@ def test_after_a_failed_start_its_snapshots_are_given_up_unless_a_node_was_lost(
     keepers.has_lost_a_node = lambda: node_is_lost
     start = ResumePoint(step=4, in_memory=in_memory)
     history = SimpleNamespace(start=start, origin=start.origin, keepers=keepers)
+    history.blames_snapshot = lambda name, reason: in_memory and (name, reason) == ("a", "it cannot start")
     run_spec = SimpleNamespace(config=make_config(), evaluations=())
     run: Any = SimpleNamespace(run_spec=run_spec, group=None)
-    stream: Any = SimpleNamespace(warn=None, note=None)
+    said: list[str] = []
+    stream: Any = SimpleNamespace(warn=said.append, note=None)
     group = GroupRun(run, history, None, stream, None, None)  # type: ignore[arg-type]  # nothing else is asked
     group._actors, group._watcher = SimpleNamespace(), SimpleNamespace(results=fails)  # type: ignore[assignment]
     with pytest.raises(type(lost)):
         group._start_backbone()
     assert closed == [True] * (in_memory and not node_is_lost)
+    assert len(said) == len(closed) and all("snapshot of step 4 is given up" in line for line in said)
 
 
 @pytest.mark.parametrize("may_start_again", [False, True])

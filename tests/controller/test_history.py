@@ -88,6 +88,18 @@ def test_it_goes_back_to_a_snapshot_that_is_newer_than_the_checkpoint(world: Wor
     assert world.history.start.origin == StateOrigin(snapshot_step=6), "it is there for the next loss too"
 
 
+def test_a_snapshot_is_blamed_for_what_it_does_and_for_a_second_start(world: World) -> None:
+    world.history.start = ResumePoint(step=4, in_memory=True)
+    assert not world.history.blames_snapshot("coordinator", "killed"), "it loads none"
+    assert world.history.blames_snapshot("backbone-0", "it cannot start: the snapshot is gone")
+    world.history.start = ResumePoint(step=8, in_memory=True)
+    assert not world.history.blames_snapshot("backbone-0", "killed"), "somebody killed it meanwhile"
+    assert not world.history.blames_snapshot("coordinator", "killed")
+    assert world.history.blames_snapshot("backbone-1", "killed")
+    world.history.start = ResumePoint(step=8)
+    assert not world.history.blames_snapshot("backbone-1", "killed"), "it started from a checkpoint"
+
+
 @pytest.mark.parametrize("kept", [{6}, {8}, set()])
 def test_it_goes_back_to_a_checkpoint_that_is_as_new(world: World, kept: set[int]) -> None:
     world.keepers.steps, world.checkpoint = kept, 8

@@ -71,9 +71,10 @@ def test_an_error_before_the_directory_is_opened_has_nothing_to_read(config: Run
 
 def test_an_interrupt_says_what_is_lost_and_how_to_get_the_report(config: RunConfig, tmp_path: Path) -> None:
     directory = tmp_path / "quickstart"
+    command = f"flowtrain train {directory}/config.yaml --resume"
     for checkpoint, text in (
-        (None, "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 20 are lost"),
-        (12, "flowtrain train --resume goes on after step 12; steps 13 to 20 are lost"),
+        (None, f"there is no checkpoint, so {command} begins anew; steps 1 to 20 are lost"),
+        (12, f"{command} goes on after step 12; steps 13 to 20 are lost"),
     ):
         if checkpoint is not None:
             write_checkpoint(directory / "checkpoints", checkpoint)

@@ -95,7 +95,10 @@ def test_the_last_checkpoint_is_what_the_directory_has(directory: Path) -> None:
         (checkpoints / name / "meta.json").touch()
     (checkpoints / "step-00000060").mkdir()  # incomplete
     found = outcome_of(with_events(directory, *events))
-    assert found.resume == "flowtrain train --resume goes on after step 30; steps 31 to 40 are lost"
+    assert (
+        found.resume
+        == f"flowtrain train {directory}/config.yaml --resume goes on after step 30; steps 31 to 40 are lost"
+    )
 
 
 def test_a_resume_whose_actors_have_not_started_yet_is_running(

@@ -237,12 +237,13 @@ def test_a_killed_run_of_an_earlier_version(tmp_path: Path) -> None:
     assert page.all("h1")[0].text == "old ended without a word"
     assert "30 of 100 steps" in classes(page, "lead")[0]
     assert "the run is of an earlier version" in page.by_id("glance").text
-    text = "there is no checkpoint, so flowtrain train --resume begins anew; steps 1 to 30 are lost"
+    command = f"flowtrain train {tmp_path}/config.yaml --resume"
+    text = f"there is no checkpoint, so {command} begins anew; steps 1 to 30 are lost"
     assert f"Resume: {text}." in page.by_id("glance").text
     for name in ("step-00000010", "step-00000020"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "meta.json").touch()
-    text = "flowtrain train --resume goes on after step 20; steps 21 to 30 are lost"
+    text = f"{command} goes on after step 20; steps 21 to 30 are lost"
     assert f"Resume: {text}." in page_of(tmp_path).by_id("glance").text
     assert "held-out: from 4.50 at step 10" in page.by_id("loss-chart-desc").text
     faults = page.by_id("faults").text

@@ -52,7 +52,7 @@ def test_a_run_that_was_stopped_goes_on_after_its_checkpoint(directory: Path) ->
     ended = event("run_ended", 60, 61.0, outcome="stopped", reason="on request", duration_s=61.0)
     saved = event("checkpoint", 60, 60.5, duration_s=1.0, nbytes=1, best_of=None)
     write_lines(directory / "events.jsonl", [started(num_steps=100), saved, ended])
-    assert status_of(directory).resume == "flowtrain train --resume goes on after step 60"
+    assert status_of(directory).resume == f"flowtrain train {directory}/config.yaml --resume goes on after step 60"
 
 
 def test_only_the_end_of_a_long_file_is_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from flowtrain.observability.report.reading import as_number, as_text
 from flowtrain.observability.report.run_data import RunData, event_time
 from flowtrain.observability.report.sampling import FloatArray
 from flowtrain.observability.report.units import percent
+from flowtrain.observability.run_dir import RunDir
 
 STARVED_SHARE = 0.10
 """Above it, the backbone's waits for data are what limits the run."""
@@ -55,20 +56,13 @@ class Outcome:
     """When the last step or event was."""
     checkpoint_step: int | None
     """Of the last complete checkpoint; None: there is none."""
-    can_resume: bool
-    """Whether ``--resume`` is allowed: a run on emulated devices has nothing to go on from."""
-
-    @property
-    def resume(self) -> str:
-        """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
-        is_short = self.num_steps is None or self.step < self.num_steps
-        if self.can_resume and self.state in (State.STOPPED, State.KILLED) and is_short:
-            return resume_text(self.step, self.checkpoint_step)
-        return ""
+    resume: str
+    """The command that goes on, and which steps are lost; empty for a run that runs, is done, or cannot go on: one on
+    emulated devices has nothing to go on from."""
 
 
-def resume_text(step: int, checkpoint_step: int | None) -> str:
-    """Return where ``--resume`` would go on, and which steps are lost.
+def resume_text(run: RunDir, step: int, checkpoint_step: int | None) -> str:
+    """Return the command that goes on with a run, and which steps are lost.
 
     step: the last one that was done. checkpoint_step: of the last complete checkpoint; None: there is none.
     """
@@ -76,8 +70,8 @@ def resume_text(step: int, checkpoint_step: int | None) -> str:
     lost = f"step {step:,} is" if step == first_lost else f"steps {first_lost:,} to {step:,} are"
     lost = f"; {lost} lost" if step >= first_lost else ""
     if checkpoint_step is None:
-        return f"there is no checkpoint, so flowtrain train --resume begins anew{lost}"
-    return f"flowtrain train --resume goes on after step {checkpoint_step:,}{lost}"
+        return f"there is no checkpoint, so {run.resume_command} begins anew{lost}"
+    return f"{run.resume_command} goes on after step {checkpoint_step:,}{lost}"
 
 
 def outcome_of(run: RunData, now: float | None = None) -> Outcome:
@@ -108,6 +102,9 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
         duration_s: float | None = sum(spent)
     else:
         duration_s = end_s - started_s if end_s is not None and started_s is not None else None
+    checkpoint_step = _checkpoint_step(run)
+    has_ended = state in (State.STOPPED, State.KILLED, State.FAILED)
+    can_go_on = has_ended and not run.is_emulated and (num_steps is None or step < num_steps)
     return Outcome(
         state,
         reason,
@@ -117,8 +114,8 @@ def outcome_of(run: RunData, now: float | None = None) -> Outcome:
         duration_s,
         max(len(starts), 1),
         last_s,
-        _checkpoint_step(run),
-        not run.is_emulated,
+        checkpoint_step,
+        resume_text(run.files, step, checkpoint_step) if can_go_on else "",
     )
 
 

@@ -35,6 +35,7 @@ from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
 
 MEMORY_ENV = "FLOWTRAIN_BENCHMARK_MEMORY"
+"""Names a directory for what ranks took; to be set before Ray starts, whose processes inherit it."""
 WARM_UP, ENDING = 4, 3
 """Steps that are not measured: the encoder works ahead at the start and is idle at the end."""
 
@@ -141,11 +142,10 @@ def _peak_nbytes(request: Request, candidate: ModeCandidate) -> int:
     return request.backbone_memory(candidate.backbone).peak
 
 
-def run(config: RunConfig, case: Case, directory: Path) -> Ran:
+def run(config: RunConfig, case: Case) -> Ran:
     """Train, and return the rate of the steps in the middle."""
-    memory = directory / f"{config.name}.memory"
+    memory = _memory_of(config)
     memory.mkdir()
-    os.environ[MEMORY_ENV] = str(memory)
     apart = case.mode in ("decoupled", "disaggregated")
     classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
     summary = run_training(config, classes=classes)
@@ -153,6 +153,11 @@ def run(config: RunConfig, case: Case, directory: Path) -> Ran:
     rate = sum(line["num_samples"] for line in lines) / sum(line["step_time_s"] for line in lines)
     peaks = [int(file.read_text()) for file in memory.iterdir()]
     return Ran(float(rate), max(peaks, default=0), summary.directory)
+
+
+def _memory_of(config: RunConfig) -> Path:
+    """Where the ranks of a run write what they took."""
+    return Path(os.environ[MEMORY_ENV], config.name)
 
 
 class PinnedEncoder(Encoder):
@@ -166,13 +171,17 @@ class PinnedEncoder(Encoder):
 class _Watched(BackboneRank):
     """Notes the peak of its process's memory above what it had before the model was built."""
 
+    def __init__(self, config: RunConfig, *args: Any) -> None:
+        self._memory = _memory_of(config)
+        super().__init__(config, *args)
+
     def start(self, *args: Any) -> Any:
         self._before = _resident_nbytes()
         return super().start(*args)
 
     def _report(self, *args: Any) -> bool:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        Path(os.environ[MEMORY_ENV], str(os.getpid())).write_text(str(max(0, peak - self._before)))
+        (self._memory / str(os.getpid())).write_text(str(max(0, peak - self._before)))
         return super()._report(*args)
 
 

@@ -29,7 +29,7 @@ from _modes_data import QUICKSTART, REAL
 from _modes_runs import Workload
 from _modes_workloads import FULL, MIXES, prepare
 from _report import Figure, at_least, at_most, emit
-from _simulator_accuracy import CASES, ENDING, QUICK, WARM_UP, Case, Predicted, Ran, config_of, predict, run
+from _simulator_accuracy import CASES, ENDING, MEMORY_ENV, QUICK, WARM_UP, Case, Predicted, Ran, config_of, predict, run
 
 import flowtrain
 from flowtrain.controller.calibration import calibrate_run
@@ -82,9 +82,9 @@ def test_model(label: str, workloads: dict[str, Workload], cases: Sequence[Case]
     for case in cases:
         runs: dict[str, Ran] = {}
         for mix, workload in workloads.items():
-            name = f"{case.name}-{mix}"
-            runs[mix] = run(config_of(workload, case, name, steps), case, workload.scratch)
-            _say(f"{label}.{name}: {runs[mix].rate:.2f} samples/s")
+            name = f"{label}-{case.name}-{mix}"
+            runs[mix] = run(config_of(workload, case, name, steps), case)
+            _say(f"{name}: {runs[mix].rate:.2f} samples/s")
         for mix, workload in workloads.items():
             config = config_of(workload, case, f"{case.name}-{mix}-asked", steps)
             others = [other for other in runs if other != mix]
@@ -169,7 +169,8 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it
     tested: list[Tested] = []
     failed = ""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as memory:
+        os.environ[MEMORY_ENV] = memory
         models = [QUICKSTART] if args.quick else [QUICKSTART, REAL]
         prepared = prepare(
             Path(scratch),

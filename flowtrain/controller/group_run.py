@@ -198,9 +198,7 @@ class GroupRun:
         try:
             return worker_group.start_backbone(self._actors, settings, history.origin, evaluations, results, kept_by)
         except (BackboneLost, GroupLost) as lost:
-            # The snapshot is not to blame if a rank was put on a node that was lost already, which Ray may take seconds
-            # to notice.
-            if history.blames_snapshot(lost.name, lost.reason) and not keepers.has_lost_a_node():
+            if history.blames_snapshot(lost.name, lost.reason):
                 self._stream.warn(
                     f"the snapshot of step {history.start.step} is given up, since the backbone did not start from it"
                 )

@@ -88,6 +88,8 @@ class History:
         """
         if not self.start.in_memory or lost == Role.COORDINATOR:
             return False
+        if self.keepers.has_lost_a_node():  # a rank may have been put there, since Ray takes seconds to notice
+            return False
         is_second, self._failed_step = self._failed_step == self.start.step, self.start.step
         return is_second or reason.startswith(CANNOT_START)
 

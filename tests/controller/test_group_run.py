@@ -28,10 +28,10 @@ def test_after_a_failed_start_its_snapshots_are_given_up_unless_a_node_was_lost(
     closed: list[bool] = []
     monkeypatch.setattr(worker_group, "start_backbone", fails)
     keepers = SimpleNamespace(is_on=True, for_ranks=None, close=lambda: closed.append(True))
-    keepers.has_lost_a_node = lambda: node_is_lost
     start = ResumePoint(step=4, in_memory=in_memory)
     history = SimpleNamespace(start=start, origin=start.origin, keepers=keepers)
-    history.blames_snapshot = lambda name, reason: in_memory and (name, reason) == ("a", "it cannot start")
+    blamed = in_memory and not node_is_lost
+    history.blames_snapshot = lambda name, reason: blamed and (name, reason) == ("a", "it cannot start")
     run_spec = SimpleNamespace(config=make_config(), evaluations=())
     run: Any = SimpleNamespace(run_spec=run_spec, group=None)
     said: list[str] = []

@@ -24,6 +24,10 @@ class FakeKeepers:
         self.steps: set[int] = set()
         self.completed_steps: list[int] = []
         self.only: list[int | None] = []
+        self.node_is_lost = False
+
+    def has_lost_a_node(self) -> bool:
+        return self.node_is_lost
 
     def completed(self, step: int) -> None:
         self.completed_steps.append(step)
@@ -93,6 +97,10 @@ def test_a_snapshot_is_blamed_for_what_it_does_and_for_a_second_start(world: Wor
     assert not world.history.blames_snapshot("coordinator", "killed"), "it loads none"
     assert world.history.blames_snapshot("backbone-0", "it cannot start: the snapshot is gone")
     world.history.start = ResumePoint(step=8, in_memory=True)
+    world.keepers.node_is_lost = True
+    for _ in range(2):
+        assert not world.history.blames_snapshot("backbone-0", "killed"), "its node is gone"
+    world.keepers.node_is_lost = False
     assert not world.history.blames_snapshot("backbone-0", "killed"), "somebody killed it meanwhile"
     assert not world.history.blames_snapshot("coordinator", "killed")
     assert world.history.blames_snapshot("backbone-1", "killed")

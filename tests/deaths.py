@@ -51,7 +51,8 @@ DEATHS = (
         ),
     ),
     Death(
-        "an encoder or feeder that hangs for `limits.collective_timeout_s`",
+        "an encoder or feeder that does not answer for `limits.silence_timeout_s`, or hangs for "
+        "`limits.collective_timeout_s`",
         "It is killed and restarted as if it had died; a line says what it did.",
         (
             "tests/controller/test_producer_watch.py::test_one_that_works_too_long_at_one_thing_is_named_with_it",
@@ -61,7 +62,8 @@ DEATHS = (
         ),
     ),
     Death(
-        "a backbone rank, also one that hangs for `limits.collective_timeout_s`",
+        "a backbone rank, also one that does not answer for `limits.silence_timeout_s`, or hangs for "
+        "`limits.collective_timeout_s`",
         "All ranks end and start again from the last snapshot or checkpoint, up to `limits.max_backbone_restarts` "
         "times, since its share of the gradients is lost. Encoders and feeders stay; they free what they hold of the "
         "lost steps and make it again, with the same bits. If they have ended already, all actors start again.",
@@ -184,10 +186,11 @@ DEATHS = (
     ),
     Death(
         "the backbone waits longer than `limits.stall_timeout_s`",
-        "The run ends and reports which process waited for what; a warning comes after `limits.stall_warning_s`. "
-        "Producers that wait for the backbone are healthy: nothing is logged.",
+        "The run ends and reports which process waited for what. A warning comes after `limits.stall_warning_s` without "
+        "a step, and names those that do not move. Producers that wait for the backbone are healthy: nothing is logged.",
         (
             "tests/actors/test_link.py::test_a_wait_warns_in_time_and_then_ends",
+            "tests/controller/test_stalls.py::test_the_first_step_has_the_time_of_a_start_and_later_ones_the_limit",
             "tests/actors/test_prefetch.py::test_a_wait_that_is_too_long_names_what_it_waits_for",
             "tests/actors/test_encoder.py::test_waiting_for_the_backbone_is_no_warning",
             "tests/actors/test_feeder.py::test_a_full_segment_waits_for_the_backbone",

@@ -52,7 +52,7 @@ from flowtrain.types.evaluation import EvalRounds, GeneratedAnswer
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, RankStart, StateOrigin, StepPlan, UnitKind
 from flowtrain.types.tracing import TraceOrder
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import WAIT_FOR_DATA, Whereabouts
 
 T = TypeVar("T")
 
@@ -327,7 +327,7 @@ class BackboneRank:
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
         started = time.monotonic()
-        self._diary.begin("a wait for data", may_last=True)
+        self._diary.begin(WAIT_FOR_DATA, may_last=True)
         item = wait()
         self._diary.begin("its work")
         self._starved_s += time.monotonic() - started

@@ -15,7 +15,7 @@ from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.observability.report.units import NBSP, counted, duration, number, percent
 
 if TYPE_CHECKING:
-    from flowtrain.observability.report.status import RunStatus
+    from flowtrain.observability.report.status import RunStatus, Said
 
 MAX_TEXT = 300
 MAX_REASON = 10_000
@@ -42,12 +42,25 @@ def _spaced(text: str) -> str:
     return text.replace(NBSP, " ")
 
 
+def _ago(age_s: float) -> str:
+    return f"{duration(age_s)} ago"
+
+
+def _said_text(said: Said) -> str:
+    text = one_line(said.text, MAX_TEXT)
+    return text if said.age_s is None else f"{_ago(said.age_s)}: {text}"
+
+
 def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
     of = f" of {found.num_steps:,}" if found.num_steps else ""
     eta = f", about {duration(found.eta_s)} left" if found.eta_s is not None else ""
     yield "step", f"{found.step:,}{of}{eta}"
-    if found.age_s is not None:
-        yield "last sign", f"{duration(found.age_s)} ago"
+    if found.step_age_s is not None:
+        yield ("last step" if found.step else "started"), _ago(found.step_age_s)
+    elif found.age_s is not None:
+        yield "last sign", _ago(found.age_s)
+    for said in found.recovering:
+        yield "recovering", _said_text(said)
     if found.reason:
         yield "reason", one_line(found.reason, MAX_REASON)
     yield "mode", found.mode + (f", {found.emulated}" if found.emulated else "")
@@ -74,8 +87,8 @@ def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
         yield "checkpoint", "none"
     if found.resume:
         yield "resume", found.resume
-    for text in found.warnings:
-        yield "warning", one_line(text, MAX_TEXT)
+    for said in found.warnings:
+        yield "warning", _said_text(said)
     for text in found.notes:
         yield "note", one_line(text, MAX_TEXT)
     yield "directory", str(found.directory)

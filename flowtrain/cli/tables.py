@@ -147,7 +147,8 @@ def summary_table(summary: RunSummary) -> Table:
     run = RunDir(summary.directory)
     table = Table.grid(padding=(0, 2))
     ended = "stopped" if summary.stopped else "done"
-    table.add_row(ended, f"step {summary.step} of {summary.num_steps} in {summary.duration_s:.0f} s")
+    since = f" since the start after step {summary.start_step}" if 0 < summary.start_step < summary.step else ""
+    table.add_row(ended, f"step {summary.step} of {summary.num_steps} in {summary.duration_s:.0f} s{since}")
     for name, loss in (("loss", summary.loss), ("held-out loss", summary.eval_loss)):
         if loss is not None:
             table.add_row(name, f"{loss:.4f}")

@@ -77,7 +77,10 @@ class LimitsConfig(ConfigModel):
     lease_timeout_s: float = Field(600.0, gt=0, le=MAX_DURATION_S)
     collective_timeout_s: float = Field(600.0, gt=0, le=MAX_DURATION_S)
     """For one forward, backward, transfer or collective of the backbone, one batch of an encoder, one sample of a
-    feeder; what takes longer, or does not answer for so long, hangs."""
+    feeder; what takes longer hangs."""
+    silence_timeout_s: float = Field(120.0, gt=0, le=MAX_DURATION_S)
+    """For an answer of an encoder, feeder or rank, which answers the driver whatever it computes; one that is silent
+    for longer, or for ``collective_timeout_s``, hangs. A process that loads its model has the time of a start."""
     stop_timeout_s: float = Field(60.0, gt=0, le=MAX_DURATION_S)
     preemption_grace_s: float | None = Field(None, gt=0, le=MAX_DURATION_S)
     """After SIGTERM; then the run ends without the checkpoint that is not complete. None: it waits for that."""

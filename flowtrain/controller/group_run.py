@@ -13,7 +13,7 @@ from flowtrain.actors.coordinator import start_flow
 from flowtrain.controller import worker_group
 from flowtrain.controller.elastic import Patience, RoomWatch, StartsAnew
 from flowtrain.controller.following import run_started
-from flowtrain.controller.hang_watch import Hang, HangWatch
+from flowtrain.controller.hang_watch import HangWatch
 from flowtrain.controller.history import History
 from flowtrain.controller.lost_nodes import NODE, NodeWatch
 from flowtrain.controller.opening import OpenRun
@@ -22,7 +22,8 @@ from flowtrain.controller.producer_watch import ProducerWatch
 from flowtrain.controller.resume import other_reduction
 from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import StopRequest
-from flowtrain.controller.state import Restart, Role, RunState
+from flowtrain.controller.stalls import Hang, StallWatch, hang_limits
+from flowtrain.controller.state import Abandon, Restart, Role, RunState, how_lost
 from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import BackboneLost, GroupLost, StopRequested, Watcher
 from flowtrain.controller.worker_group import ActorClasses
@@ -94,7 +95,7 @@ class GroupRun:
         )
         try:
             self._state = self._run_state(may_be_lost, may_start_again)
-            self._hangs, self._producer_hangs = self._hang_watches()
+            self._hangs, self._producer_hangs, self._stalls = self._hang_watches()
             self._watcher = self._new_watcher()
             self._start_loops()
             self._is_up = True
@@ -111,7 +112,7 @@ class GroupRun:
                 raise GroupLost(NODE, f"while the run started: {error}") from error
             raise
         except BackboneLost as lost:  # while all started again
-            raise GroupLost(lost.name, lost.reason) from lost
+            raise GroupLost(lost.name, lost.reason, lost.hung_s) from lost
         finally:
             self._actors.kill()
 
@@ -144,21 +145,25 @@ class GroupRun:
             self._history.counts,
         )
 
-    def _hang_watches(self) -> tuple[HangWatch, ProducerWatch]:
+    def _hang_watches(self) -> tuple[HangWatch, ProducerWatch, StallWatch]:
         def found(hang: Hang) -> None:
-            self._watcher.note_hang(hang.name, hang.what)
+            self._watcher.note_hang(hang)
 
         limits = self._config.limits
-        ranks = HangWatch(self._actors, limits.collective_timeout_s, self._run.files.stacks, found)
-        return ranks, ProducerWatch(self._actors, limits.collective_timeout_s, limits.start_limit_s, found)
+        ranks = HangWatch(self._actors, hang_limits(limits), self._run.files.stacks, found)
+        producers = ProducerWatch(self._actors, hang_limits(limits), limits.start_limit_s, found)
+        stalls = StallWatch(limits, lambda: [*producers.standing(), *ranks.standing()], self._stream.warn)
+        return ranks, producers, stalls
 
     def _new_watcher(self) -> Watcher:
-        def restarted(restart: Restart) -> None:
-            role = self._actors.roles[restart.name]
-            self._history.recorder.restarted(restart.name, role, restart.reason)
+        def lost(loss: Restart | Abandon) -> None:
+            recorder, role = self._history.recorder, self._actors.roles[loss.name]
+            if isinstance(loss, Restart):  # it may tell of the restart before
+                recorder.restarted(loss.name, role, loss.reason, loss.hung_s)
+            recorder.lost(loss.name, role, loss.reason, loss.hung_s, given_up=isinstance(loss, Abandon))
 
-        limits, note = self._config.limits, self._stream.note
-        watcher = Watcher(self._actors, self._state, limits, self._take, note, self._stop, restarted)
+        limits, stream = self._config.limits, self._stream
+        watcher = Watcher(self._actors, self._state, limits, self._take, stream.note, stream.warn, self._stop, lost)
         watcher.on_turn = self._poll_nodes
         return watcher
 
@@ -217,6 +222,7 @@ class GroupRun:
         for name in self._actors.of_role(Role.BACKBONE):
             self._actors.run(name, unit, step, checkpoints, self._history.nonce, self._traces.last_step, saved_step)
         self._hangs.begin()
+        self._stalls.begin()
 
     # --- watching -----------------------------------------------------------------------------------------------
 
@@ -248,6 +254,7 @@ class GroupRun:
         if self._config.emulation is None:  # an emulated device waits as long as its cost says
             self._hangs.poll()
             self._producer_hangs.poll()
+            self._stalls.poll()
 
     def _poll_nodes(self) -> None:
         had_lost = self._nodes.lost_since_s is not None
@@ -266,8 +273,8 @@ class GroupRun:
 
     def _recover(self, lost: BackboneLost) -> None:
         """Start the backbone again from where its state is, and have the steps after it done again."""
-        self._history.lost()
-        self._stream.warn(f"{lost.name} {lost.verb} ({lost.reason}); the backbone starts again")
+        self._stream.warn(f"{lost.name} {how_lost(lost.hung_s)} ({lost.reason}); the backbone starts again")
+        self._history.lost(lost.name, Role.BACKBONE, lost.reason, lost.hung_s)
         self._watcher.on_turn = self._poll_nodes  # there is no rank to ask
         limit_s, ranks = self._config.limits.stop_timeout_s, tuple(self._actors.of_role(Role.BACKBONE))
         self._actors.end_backbone(limit_s)
@@ -279,7 +286,7 @@ class GroupRun:
         self._state.on_backbone_started()
         self._start_backbone()
         self._run_backbone()
-        down_s = self._history.went_back(lost.name, Role.BACKBONE, lost.reason)
+        down_s = self._history.went_back(lost.name, Role.BACKBONE, lost.reason, lost.hung_s)
         self._stream.note(
             f"the backbone runs again after {down_s:.1f} s, from {self._history.start.text}: step "
             f"{self._history.start.step + 1} is next"
@@ -290,4 +297,5 @@ class GroupRun:
         if isinstance(event, UnitDone | CheckpointWritten):
             self._patience.progressed()
         self._hangs.take(event)
+        self._stalls.take(event)
         self._traces.take(event)

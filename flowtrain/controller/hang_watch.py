@@ -5,34 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from flowtrain.controller.stalls import Hang, HangLimits, silences, standing_text
 from flowtrain.controller.state import Role
 from flowtrain.controller.worker_group import WorkerGroup
 from flowtrain.types.events import Event, UnitDone
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import WAIT_FOR_DATA, Whereabouts
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 """How long a rank may take to say what it does, or to write its stacks."""
-ROUNDS = 4
-"""Ranks are asked so many times within the limit."""
 
 
-@dataclass(frozen=True)
-class Hang:
-    """A rank that hangs. what: what it does, for the message."""
-
-    name: str
-    what: str
-
-
-def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float], limit_s: float) -> Hang | None:
+def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float], limits: HangLimits) -> Hang | None:
     """Return the rank that the others wait for, or None while there is hope.
 
     answers: of the ranks that say what they do. silent_s: for how long each of the others has said nothing.
@@ -43,32 +34,30 @@ def find_hang(answers: Mapping[str, Whereabouts], silent_s: Mapping[str, float],
     """
     silent = max(silent_s, key=silent_s.__getitem__, default=None)
     if silent is not None:
-        if silent_s[silent] < limit_s:
-            return None
-        return Hang(silent, f"it has not answered for {silent_s[silent]:.0f} s")
-    if not answers or any(each.may_last or each.for_s < limit_s for each in answers.values()):
+        return limits.silent(silent, silent_s[silent]) if silent_s[silent] >= limits.silence_s else None
+    if not answers or any(each.may_last or each.for_s < limits.action_s for each in answers.values()):
         return None
     name = min(answers, key=lambda each: (answers[each].unit, answers[each].place))
     where = answers[name]
-    return Hang(name, f"it has been in {where.what} of step {where.step} for {where.for_s:.0f} s")
+    return limits.busy(name, f"{where.what} of step {where.step}", where.for_s)
 
 
 class HangWatch:
     """Asks the ranks what they do while no unit ends. Call ``poll`` often; it never waits for a rank that works.
 
-    limit_s: ``limits.collective_timeout_s``. directory: gets the stacks. found: receives a hang.
+    directory: gets the stacks. found: receives a hang.
     """
 
     def __init__(
         self,
         actors: WorkerGroup,
-        limit_s: float,
+        limits: HangLimits,
         directory: Path,
         found: Callable[[Hang], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._actors = actors
-        self._limit_s = limit_s
+        self._limits = limits
         self._directory = directory
         self._found = found
         self._clock = clock
@@ -81,6 +70,8 @@ class HangWatch:
         self._calls = {}
         self._progress_s = self._asked_s = self._clock()
         self._heard_s: dict[str, float] = {}
+        self._answers: dict[str, Whereabouts] = {}
+        self._silent_s: dict[str, float] = {}
 
     def take(self, event: Event) -> None:
         """Note that a unit ended."""
@@ -93,9 +84,9 @@ class HangWatch:
         now_s = self._clock()
         if self._calls:
             done, waiting = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
-            if not waiting or now_s - self._asked_s > min(ANSWER_S, self._limit_s / ROUNDS):
+            if not waiting or now_s - self._asked_s > min(ANSWER_S, self._limits.round_s):
                 self._judge(done, now_s)
-        elif now_s - max(self._progress_s, self._asked_s) > self._limit_s / ROUNDS:
+        elif now_s - max(self._progress_s, self._asked_s) > self._limits.round_s:
             self._asked_s = now_s
             running = set(self._actors.runs.values())  # the others have returned
             ranks = self._actors.of_role(Role.BACKBONE)
@@ -112,10 +103,20 @@ class HangWatch:
         self._heard_s.update(dict.fromkeys(answers, now_s))
         silent = set(calls.values()) - answers.keys()
         silent_s = {name: now_s - self._heard_s.get(name, self._progress_s) for name in silent}
-        hang = find_hang(answers, silent_s, self._limit_s)
+        self._answers, self._silent_s = answers, silent_s
+        hang = find_hang(answers, silent_s, self._limits)
         if hang is not None:
-            where = self._keep_stacks(answers)
-            self._found(Hang(hang.name, f"{hang.what}, more than limits.collective_timeout_s allows; {where}"))
+            self._found(replace(hang, what=f"{hang.what}; {self._keep_stacks(answers)}"))
+
+    def standing(self) -> list[str]:
+        """Return what ranks have been in for ``limits.stall_warning_s``, by their last answers."""
+        least_s = self._limits.warning_s
+        found = [
+            (name, f"in {where.what}", where.for_s)
+            for name, where in self._answers.items()
+            if where.for_s >= least_s and (where.what == WAIT_FOR_DATA or not where.may_last)
+        ]
+        return standing_text([*silences(self._silent_s, least_s), *found])
 
     def _keep_stacks(self, answers: Mapping[str, Whereabouts]) -> str:
         """Let the ranks that answer write their stacks; returns a line about them."""

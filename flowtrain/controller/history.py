@@ -76,8 +76,9 @@ class History:
         elif isinstance(event, SnapshotKept):
             self.keepers.completed(event.step)
 
-    def lost(self) -> None:
-        """Note that an actor was lost for which the run must go back."""
+    def lost(self, name: str, role: Role, reason: str, hung_s: float | None) -> None:
+        """Tell that an actor was lost for which the run must go back. hung_s: as of ``ActorLost``."""
+        self.recorder.lost(name, role, reason, hung_s)
         if self._lost_s is None:
             self._lost_s = time.monotonic()
 
@@ -150,12 +151,12 @@ class History:
         """Step of the last checkpoint before the start; 0: there was none."""
         return _step_of(self.start.checkpoint)
 
-    def went_back(self, name: str, role: Role, reason: str) -> float:
-        """Tell of the loss, now that the run goes on; returns the seconds since it. Losses meanwhile are part of it."""
+    def went_back(self, name: str, role: Role, reason: str, hung_s: float | None = None) -> float:
+        """Tell that the run goes on; returns the seconds since the loss. Losses meanwhile are part of it."""
         assert self._lost_s is not None
         down_s, self._lost_s = time.monotonic() - self._lost_s, None
         num_again, self._num_again = self._num_again, 0
-        self.recorder.went_back(name, role, reason, down_s, num_again)
+        self.recorder.went_back(name, role, reason, down_s, num_again, hung_s)
         return down_s
 
     def flow_settings(self) -> FlowSettings:

@@ -45,6 +45,11 @@ Outcome = Returned | Died | Failed
 
 # Ray describes a dead worker by its kind of exit, the detail, and a paragraph of possible causes.
 _BEFORE_DETAIL, _AFTER_DETAIL = "Worker exit detail: ", " Some common causes"
+_IN_OUR_WORDS = {
+    "connection error code 2. End of file": "its process was killed, or crashed",
+    "its node has died": "its node is gone",
+}
+"""Ray's words for what happens most, and ours."""
 _GLOO = "gloo/"
 """In the text of gloo's errors, which are RuntimeErrors: the file that raised."""
 _Key = TypeVar("_Key")
@@ -88,7 +93,11 @@ def root_cause_first(outcomes: Mapping[_Key, Outcome]) -> list[_Key]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why an actor is gone, in Ray's words, without its table of identifiers."""
+    """Why an actor is gone: in our words for the common causes, else in Ray's, without its table of identifiers."""
+    return next((ours for rays, ours in _IN_OUR_WORDS.items() if rays in str(error)), None) or _in_rays_words(error)
+
+
+def _in_rays_words(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     if not lines:
         return type(error).__name__

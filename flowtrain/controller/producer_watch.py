@@ -10,30 +10,30 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from flowtrain.controller.hang_watch import Hang
+from flowtrain.controller.stalls import Hang, HangLimits, silences, standing_text
 from flowtrain.controller.state import Role
 from flowtrain.controller.worker_group import WorkerGroup
 from flowtrain.types.whereabouts import Whereabouts
 
-ROUNDS = 4
-"""Each producer is asked so many times within the limit."""
 PRODUCERS = (Role.ENCODER, Role.FEEDER)
 
 
-def what_hangs(where: Whereabouts, limit_s: float) -> str | None:
-    """Return what a producer is stuck in; None while it moves, or waits for somebody else."""
-    if where.may_last or where.for_s < limit_s:
-        return None
-    return f"it has been in {where.what} for {where.for_s:.0f} s"
+def is_stuck(where: Whereabouts, limit_s: float) -> bool:
+    """Whether a producer is in one thing for so long, and does not wait for somebody else."""
+    return not where.may_last and where.for_s >= limit_s
 
 
 @dataclass
 class _Asked:
-    """A producer, and what it was asked last. num_missed: rounds without an answer, one after another."""
+    """A producer, and what it was asked last.
+
+    where: its last answer; None: it gave none, which a process does not while it loads its model. num_missed: rounds
+    without an answer, one after another.
+    """
 
     handle: ActorHandle
     call: ray.ObjectRef[Any]
-    has_answered: bool = False
+    where: Whereabouts | None = None
     num_missed: int = 0
 
 
@@ -42,31 +42,29 @@ class ProducerWatch:
 
     Silence is counted in rounds of this watch: if the driver itself was paused, nobody else is blamed for that time.
 
-    limit_s: ``limits.collective_timeout_s``. start_limit_s: for a first answer, since a process that loads its model
-    gives none. found: receives a hang.
+    start_limit_s: for a first answer, since a process that loads its model gives none. found: receives a hang.
     """
 
     def __init__(
         self,
         actors: WorkerGroup,
-        limit_s: float,
+        limits: HangLimits,
         start_limit_s: float,
         found: Callable[[Hang], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._actors = actors
-        self._limit_s = limit_s
-        self._start_limit_s = max(start_limit_s, limit_s)
+        self._limits = limits
+        self._start_limit_s = max(start_limit_s, limits.silence_s)
         self._found = found
         self._clock = clock
-        self._round_s = limit_s / ROUNDS
         self._asked: dict[str, _Asked] = {}
         self._last_s = clock()
 
     def poll(self) -> None:
         """Ask when it is time to, and judge the answers to the question before."""
         now_s = self._clock()
-        if now_s - self._last_s < self._round_s:
+        if now_s - self._last_s < self._limits.round_s:
             return
         self._last_s = now_s
         running = set(self._actors.runs.values())  # the others have returned
@@ -81,22 +79,34 @@ class ProducerWatch:
             self._asked[name] = _Asked(handle, handle.whereabouts.remote())
             return
         done, _ = ray.wait([asked.call], num_returns=1, timeout=0)
-        what = self._answered(asked) if done else self._silent(asked)
-        if what is not None:
+        hang = self._answered(name, asked) if done else self._silent(name, asked)
+        if hang is not None:
             del self._asked[name]
-            self._found(Hang(name, f"{what}, more than limits.collective_timeout_s allows"))
+            self._found(hang)
 
-    def _answered(self, asked: _Asked) -> str | None:
+    def _answered(self, name: str, asked: _Asked) -> Hang | None:
         try:
             where: Whereabouts = ray.get(asked.call, timeout=0)
         except ray.exceptions.RayError:
             return None  # it has ended, which the watcher sees too
-        asked.has_answered, asked.num_missed = True, 0
+        asked.where, asked.num_missed = where, 0
         asked.call = asked.handle.whereabouts.remote()
-        return what_hangs(where, self._limit_s)
+        return self._limits.busy(name, where.what, where.for_s) if is_stuck(where, self._limits.action_s) else None
 
-    def _silent(self, asked: _Asked) -> str | None:
+    def _silent(self, name: str, asked: _Asked) -> Hang | None:
         asked.num_missed += 1
-        silent_s = asked.num_missed * self._round_s
-        limit_s = self._limit_s if asked.has_answered else self._start_limit_s
-        return f"it has not answered for {silent_s:.0f} s" if silent_s >= limit_s else None
+        silent_s = asked.num_missed * self._limits.round_s
+        limit_s = self._start_limit_s if asked.where is None else self._limits.silence_s
+        return self._limits.silent(name, silent_s) if silent_s >= limit_s else None
+
+    def standing(self) -> list[str]:
+        """Return what producers have been in for ``limits.stall_warning_s``, by their last answers."""
+        least_s = self._limits.warning_s
+        known = [(name, each, each.where) for name, each in self._asked.items() if each.where is not None]
+        silent_s = {name: each.num_missed * self._limits.round_s for name, each, _ in known}
+        busy = [
+            (name, f"in {where.what}", where.for_s)
+            for name, each, where in known
+            if not each.num_missed and is_stuck(where, least_s)
+        ]
+        return standing_text([*silences(silent_s, least_s), *busy])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 
 from flowtrain.controller.audit import AuditTrail
@@ -29,14 +30,21 @@ from flowtrain.types.events import (
 )
 from flowtrain.types.metrics import StepMetrics
 from flowtrain.types.plan import DevicePeak, UnitKind
-from flowtrain.types.run_events import EvaluationFinished, Quarantined, Restarted, StepFinished, StragglerFound
+from flowtrain.types.run_events import (
+    ActorLost,
+    EvaluationFinished,
+    Quarantined,
+    Restarted,
+    StepFinished,
+    StragglerFound,
+)
 from flowtrain.types.samples import SamplerState
 
 logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Tells the stream of steps, evaluations, rejections and restarts.
+    """Tells the stream of steps, evaluations, rejections, losses and restarts.
 
     audit: gets what a step's line does not have; it is closed with the recorder.
     evaluations: takes in evaluation rounds.
@@ -97,19 +105,36 @@ class Recorder:
                 event, CheckpointWritten | CheckpointFailed | SnapshotKept | CostFitted | SpansRecorded
             ), event
 
-    def restarted(self, name: str, role: Role, reason: str) -> None:
-        """Record that an actor died and is started again.
+    def lost(self, name: str, role: Role, reason: str, hung_s: float | None, given_up: bool = False) -> None:
+        """Record that an actor was lost. hung_s, given_up: as of ``ActorLost``."""
+        self._stream.emit(
+            ActorLost(
+                step=self._stream.step,
+                role=role.value,
+                name=name,
+                reason=reason,
+                hung_s=hung_s,
+                given_up=given_up,
+            )
+        )
 
-        The event comes once the new one works or dies too, at the latest when the run ends.
+    def restarted(self, name: str, role: Role, reason: str, hung_s: float | None = None) -> None:
+        """Record that a lost actor is started again. hung_s: as of ``ActorLost``.
+
+        The event comes once the new one works or is lost too, at the latest when the run ends.
         """
         self._meter.restarted()
         self._tell_restart(name)
-        self._restarts[name] = Restarted(step=self._stream.step, role=role.value, name=name, reason=reason)
+        self._restarts[name] = Restarted(
+            step=self._stream.step, role=role.value, name=name, reason=reason, hung_s=hung_s
+        )
 
-    def went_back(self, name: str, role: Role, reason: str, down_s: float, steps_again: int) -> None:
+    def went_back(
+        self, name: str, role: Role, reason: str, down_s: float, steps_again: int, hung_s: float | None = None
+    ) -> None:
         """Record that the run has gone back to a snapshot or checkpoint, since an actor was lost, and goes on.
 
-        down_s, steps_again: as of ``Restarted``.
+        down_s, steps_again, hung_s: as of ``Restarted``.
         """
         self._meter.restarted()
         event = Restarted(
@@ -117,10 +142,17 @@ class Recorder:
             role=role.value,
             name=name,
             reason=reason,
+            hung_s=hung_s,
             down_s=down_s,
             steps_again=steps_again,
+            timestamp=time.time() - down_s,
         )
         self._stream.emit(event)
+
+    def all_start_again(self) -> None:
+        """Record that actors which did not work again yet are ended with all others."""
+        for name in list(self._restarts):
+            self._tell_restart(name)
 
     def rewind(self, step: int, consumed: ConsumedPositions) -> int:
         """Forget the steps after ``step``, which are done again; returns their number. consumed: positions until then.
@@ -165,8 +197,7 @@ class Recorder:
             self._release_held(None)
         except RunFileError as error:
             logger.warning("%s", error)
-        for name in list(self._restarts):
-            self._tell_restart(name)
+        self.all_start_again()
         self._audit.close()
 
     def _take_unit(self, done: UnitDone) -> None:
@@ -214,8 +245,11 @@ class Recorder:
 
     def _tell_restart(self, name: str, down_s: float | None = None) -> None:
         """Tell of an actor's last death, unless it was told. down_s: until it worked again; None: it does not."""
-        if (restart := self._restarts.pop(name, None)) is not None:
-            self._stream.emit(replace(restart, down_s=down_s))
+        if (restart := self._restarts.pop(name, None)) is None:
+            return
+        self._stream.emit(replace(restart, down_s=down_s))
+        if down_s is not None:
+            self._stream.note(f"{name} works again after {down_s:.1f} s")
 
     def _tell_slow(self, event: SlowFound) -> None:
         role = role_and_rank(event.name)[0]

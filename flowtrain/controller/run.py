@@ -138,6 +138,7 @@ def _summary(run: OpenRun, history: History, stopped: bool, started: float, trac
         host_warning=host_warning(recorder.rates.host_share),
         tokens_per_s=recorder.rates.tokens_per_s,
         trackers_off=tuple(trackers_off),
+        start_step=run.start.step,
     )
 
 
@@ -212,17 +213,22 @@ class Controller:
 
     def _go_back(self, lost: GroupLost) -> Callable[[], None]:
         """Go back to where the state is; returns what to call when all actors run again."""
-        self._history.lost()
-        self._stream.warn(f"{lost.name} is lost ({lost.reason}); all actors start again")
+        how = "is lost" if lost.hung_s is None else "hangs"
+        self._stream.warn(f"{lost.name} {how} ({lost.reason}); all actors start again")
+        self._history.recorder.all_start_again()
+        self._history.lost(lost.name, _role_of(lost), lost.reason, lost.hung_s)
         names = [COORDINATOR, *(spec.name for spec in self._run.specs)]
         worker_group.wait_until_ended(self._config, names, self._config.limits.stop_timeout_s)
         self._history.go_back()
         return partial(self._runs_again, lost)
 
     def _runs_again(self, lost: GroupLost) -> None:
-        role = Role.COORDINATOR if lost.name == COORDINATOR else Role.BACKBONE
-        down_s = self._history.went_back(lost.name, role, lost.reason)
+        down_s = self._history.went_back(lost.name, _role_of(lost), lost.reason, lost.hung_s)
         self._stream.note(
             f"the run goes on after {down_s:.1f} s, from {self._history.start.text}: step "
             f"{self._history.start.step + 1} is next"
         )
+
+
+def _role_of(lost: GroupLost) -> Role:
+    return Role.COORDINATOR if lost.name == COORDINATOR else Role.BACKBONE

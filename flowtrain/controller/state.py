@@ -37,35 +37,38 @@ class Phase(enum.StrEnum):
 class Restart:
     """Report to the coordinator that this actor's memory is gone, and start it and its other ranks again.
 
-    rank: the encoder rank that died, if it was not the actor itself. reason: why it was lost. verb: how.
+    rank: the encoder rank that died, if it was not the actor itself. reason: why it was lost. hung_s: for how long it
+    had hung; None: it died.
     """
 
     name: str
     rank: str | None = None
     reason: str = field(default="", compare=False)
-    verb: str = field(default="died", compare=False)
+    hung_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Abandon:
     """Report to the coordinator that this actor's memory is gone for good, and go on with the other encoders.
 
-    The encoder's other ranks end too.
+    The encoder's other ranks end too. reason, hung_s: as of ``Restart``.
     """
 
     name: str
+    reason: str = field(default="", compare=False)
+    hung_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class RestartBackbone:
     """End all backbone ranks, go back to the last snapshot or checkpoint, and start them again; the producers stay.
 
-    name: the rank that was lost first. reason: why. verb: how.
+    name: the rank that was lost first. reason, hung_s: as of ``Restart``.
     """
 
     name: str
     reason: str = field(default="", compare=False)
-    verb: str = field(default="died", compare=False)
+    hung_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,12 @@ class RestartAll:
     """End all actors, go back to the last snapshot or checkpoint, and start them again.
 
     name: the coordinator, or a rank that was lost in the run's first start or when producers had already ended.
-    reason: why.
+    reason, hung_s: as of ``Restart``.
     """
 
     name: str
     reason: str = field(default="", compare=False)
+    hung_s: float | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -106,6 +110,12 @@ class Fail:
 
 
 Decision = Restart | RestartBackbone | RestartAll | Abandon | RequestStop | Finish | Fail
+
+
+def how_lost(hung_s: float | None) -> str:
+    """Return the verb of a loss. hung_s: as of ``Restart``."""
+    return "died" if hung_s is None else "hangs"
+
 
 MIN_SAMPLES_TO_JUDGE = 64
 """Below this number of samples the rejected share is not judged."""
@@ -204,13 +214,16 @@ class RunState:
             return self._lose_backbone(name, reason)
         return self._restart_producer(name, member, reason)
 
-    def on_hung(self, name: str, what: str) -> list[Decision]:
-        """An actor hangs. One that died would do less harm, so it is treated as if it had."""
+    def on_hung(self, name: str, what: str, hung_s: float) -> list[Decision]:
+        """An actor hangs. One that died would do less harm, so it is treated as if it had.
+
+        what: what it is in. hung_s: for how long.
+        """
         if self.phase in (Phase.FAILED, Phase.DRAINING) or name not in self._running:
             return []
         if self._running[name] is Role.BACKBONE:
-            return self._lose_backbone(name, what, verb="hangs")
-        return self._restart_producer(name, name, what, verb="hangs")
+            return self._lose_backbone(name, what, hung_s)
+        return self._restart_producer(name, name, what, hung_s)
 
     def on_overdue(self) -> list[Decision]:
         """The backbone is done, and producers do not return in time. All steps are trained, so nobody needs them."""
@@ -263,31 +276,32 @@ class RunState:
         self._stop_asked = True
         return [RequestStop()]
 
-    def _restart_producer(self, name: str, member: str, reason: str, verb: str = "died") -> list[Decision]:
+    def _restart_producer(self, name: str, member: str, reason: str, hung_s: float | None = None) -> list[Decision]:
         """A producer, or one of its encoder ranks (``member``), is lost; all that it held is produced again."""
         if member != name:
             reason = f"{member}: {reason}"
         restarts = self._counts.producers.get(name, 0) + 1
         if restarts > self._max_restarts:
             limit = f"limits.max_encoder_restarts is {self._max_restarts}"
-            how = "died" if verb == "died" else "died or hung"
-            return self._lose(name, f"{name} {how} {restarts} times ({reason}), {limit}")
+            how = "died" if hung_s is None else "died or hung"
+            error = f"{name} {how} {restarts} times ({reason}), {limit}"
+            return self._lose(Abandon(name, reason, hung_s), error)
         self._counts.producers[name] = restarts
-        return [Restart(name, None if member == name else member, reason, verb)]
+        return [Restart(name, None if member == name else member, reason, hung_s)]
 
-    def _restart_all(self, name: str, reason: str) -> list[Decision]:
-        decisions: list[Decision] = [] if self.phase is Phase.FAILED else [RestartAll(name, reason)]
+    def _restart_all(self, name: str, reason: str, hung_s: float | None = None) -> list[Decision]:
+        decisions: list[Decision] = [] if self.phase is Phase.FAILED else [RestartAll(name, reason, hung_s)]
         self.phase = Phase.FAILED  # this group's end
         return decisions
 
-    def _lose_backbone(self, name: str, reason: str, verb: str = "died") -> list[Decision]:
+    def _lose_backbone(self, name: str, reason: str, hung_s: float | None = None) -> list[Decision]:
         """A rank is lost, and the gradients of the step with it."""
         if self._is_backbone_down:
             return []  # the others go with the first
-        lost = f"{name} {verb} ({reason}); its gradients are lost"
+        lost = f"{name} {how_lost(hung_s)} ({reason}); its gradients are lost"
         way_out = "Start again with --resume to go on from the last checkpoint"
         if self.may_start_again:
-            return self._restart_all(name, f"it {verb}: {reason}")
+            return self._restart_all(name, reason, hung_s)
         if not self._backbone_runs or not self._max_backbone_restarts:
             return self._fail(WorkerLostError(f"{lost}. {way_out}"))
         if self._counts.backbone >= self._max_backbone_restarts:
@@ -296,13 +310,14 @@ class RunState:
         self._counts.backbone += 1
         if self._has_producers_ended:  # they would be needed again
             if self._may_be_lost:
-                return self._restart_all(name, f"it {verb}: {reason}")
+                return self._restart_all(name, reason, hung_s)
             return self._fail(WorkerLostError(f"{lost}. {way_out}"))
         self._is_backbone_down = True
-        return [RestartBackbone(name, reason, verb)]
+        return [RestartBackbone(name, reason, hung_s)]
 
-    def _lose(self, name: str, what: str) -> list[Decision]:
+    def _lose(self, lost: Abandon, what: str) -> list[Decision]:
         """A producer does not come back; other encoders do its work if their memory suffices."""
+        name = lost.name
         others = [other for other, role in self._running.items() if role is Role.ENCODER and other != name]
         way_out = "look at its log, then start again with --resume"
         if self._running[name] is not Role.ENCODER or not others:
@@ -311,7 +326,7 @@ class RunState:
         if shortage is not None:
             return self._fail(WorkerLostError(f"{what}, and without its memory {shortage}; {way_out}"))
         del self._running[name]
-        return [Abandon(name)]
+        return [lost]
 
     def _has(self, role: Role) -> bool:
         return role in self._running.values()

@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 class RunSummary:
     """How a run ended.
 
-    step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
-    fitted to this run's microbatches, None if too few were measured. num_skipped: steps that made no update, since they
-    were not finite. emulated: what was emulated, in words; None if devices were real. host_warning: why its rates say
-    little; None if they do not. tokens_per_s: without the first step of this start. planned_tokens_per_s: by the plan
-    that ``mode: auto`` made. trackers_off: each tracker that was switched off, in words.
+    step: optimizer steps done in all. start_step: those done before this start. stopped: ended early on request; it can
+    be resumed. duration_s: of this start. cost_r2: R2 of the costs fitted to this run's microbatches, None if too few
+    were measured. num_skipped: steps that made no update, since they were not finite. emulated: what was emulated, in
+    words; None if devices were real. host_warning: why its rates say little; None if they do not. tokens_per_s: without
+    the first step of this start. planned_tokens_per_s: by the plan that ``mode: auto`` made. trackers_off: each tracker
+    that was switched off, in words.
     """
 
     directory: Path
@@ -43,6 +44,7 @@ class RunSummary:
     tokens_per_s: float | None = None
     planned_tokens_per_s: float | None = None
     trackers_off: tuple[str, ...] = ()
+    start_step: int = 0
 
 
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:
@@ -70,5 +72,6 @@ def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> Run
         checkpoint=checkpoint,
         stopped=False,
         duration_s=time.monotonic() - started,
+        start_step=step,
         num_skipped=steps[-1].get("skipped_steps", 0) if steps else 0,
     )

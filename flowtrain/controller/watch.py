@@ -12,6 +12,7 @@ import ray
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
 from flowtrain.controller.signals import StopRequest
+from flowtrain.controller.stalls import Hang
 from flowtrain.controller.state import (
     CANNOT_START,
     Abandon,
@@ -23,6 +24,7 @@ from flowtrain.controller.state import (
     RestartAll,
     RestartBackbone,
     RunState,
+    how_lost,
 )
 from flowtrain.controller.worker_group import WorkerGroup
 from flowtrain.errors import CoordinatorSilentError, FlowTrainError, SnapshotLostError, StallError
@@ -45,26 +47,26 @@ class GraceOver(Exception):
 
 
 class BackboneLost(Exception):
-    """A rank is lost, so all ranks must be started again. name, reason, verb: as of ``RestartBackbone``."""
+    """A rank is lost, so all ranks must be started again. name, reason, hung_s: as of ``RestartBackbone``."""
 
-    def __init__(self, name: str, reason: str, verb: str) -> None:
-        super().__init__(name, reason, verb)
-        self.name, self.reason, self.verb = name, reason, verb
+    def __init__(self, name: str, reason: str, hung_s: float | None = None) -> None:
+        super().__init__(name, reason, hung_s)
+        self.name, self.reason, self.hung_s = name, reason, hung_s
 
 
 class GroupLost(Exception):
-    """All actors must be started again. name, reason: as of ``RestartAll``."""
+    """All actors must be started again. name, reason, hung_s: as of ``RestartAll``."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
+    def __init__(self, name: str, reason: str, hung_s: float | None = None) -> None:
+        super().__init__(name, reason, hung_s)
+        self.name, self.reason, self.hung_s = name, reason, hung_s
 
 
 class Watcher:
     """Waits for the next event of any actor, in one thread; it never waits for one actor alone.
 
-    take: receives every event of the coordinator, in order. note: shows a line to the user. stop: set when the user
-    asks for the end. restarted: receives each restart, once the new actor was asked for.
+    take: receives every event of the coordinator, in order. note, warn: show a line to the user. stop: set when the
+    user asks for the end. lost: receives each producer's loss, once a new one was asked for or it is given up.
     """
 
     def __init__(
@@ -74,16 +76,18 @@ class Watcher:
         limits: LimitsConfig,
         take: Callable[[Event], None],
         note: Callable[[str], None],
+        warn: Callable[[str], None],
         stop: StopRequest,
-        restarted: Callable[[Restart], None] = lambda restart: None,
+        lost: Callable[[Restart | Abandon], None] = lambda loss: None,
     ) -> None:
         self._actors = actors
         self._state = state
         self._limits = limits
         self._take = take
         self._note = note
+        self._warn = warn
         self._stop = stop
-        self._restarted = restarted
+        self._tell_lost = lost
         self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
         self._lost: RestartBackbone | RestartAll | None = None
@@ -166,9 +170,9 @@ class Watcher:
         left_s = self._grace_left_s
         return "" if left_s is None else f" if it is complete within {left_s:.0f} s (limits.preemption_grace_s)"
 
-    def note_hang(self, name: str, what: str) -> None:
+    def note_hang(self, hang: Hang) -> None:
         """Take an actor for hung: a producer is started again at once, the backbone at the end of this turn."""
-        self._perform(self._state.on_hung(name, what))
+        self._perform(self._state.on_hung(hang.name, hang.what, hang.for_s))
 
     def take_pending_events(self) -> None:
         """Take all events until now, while no rank runs; the next ones come when the run has gone back.
@@ -247,20 +251,21 @@ class Watcher:
     def _perform(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Restart):
-                lost = decision.name if decision.rank is None else f"{decision.rank} of {decision.name}"
-                how = "died; it" if decision.verb == "died" else f"{decision.verb} ({decision.reason}); it is killed,"
-                again = "is started again and" if decision.verb == "died" else "started again, and"
-                self._note(f"{lost} {how} {again} its parts are produced again")
+                self._warn(_restart_text(decision))
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
-                self._restarted(decision)
+                self._tell_lost(decision)
             elif isinstance(decision, RestartBackbone | RestartAll):
                 self._lost = decision
             elif isinstance(decision, Abandon):
-                self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
+                self._warn(
+                    f"{decision.name} {how_lost(decision.hung_s)} ({decision.reason}), once more than "
+                    "limits.max_encoder_restarts allows; it is given up, and the other encoders do its work"
+                )
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name, for_good=True)
                 self._actors.give_up(decision.name)
+                self._tell_lost(decision)
             elif isinstance(decision, RequestStop):
                 self._actors.link.ask(CoordinatorApi.request_stop)
             elif isinstance(decision, Fail):
@@ -273,9 +278,9 @@ class Watcher:
     def _raise_lost(self) -> None:
         lost, self._lost = self._lost, None
         if isinstance(lost, RestartBackbone):
-            raise BackboneLost(lost.name, lost.reason, lost.verb)
+            raise BackboneLost(lost.name, lost.reason, lost.hung_s)
         if lost is not None:
-            raise GroupLost(lost.name, lost.reason)
+            raise GroupLost(lost.name, lost.reason, lost.hung_s)
 
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s
@@ -285,6 +290,15 @@ class Watcher:
                 f"({limit_s:g} s) after the last step; the run is complete without them, and they are ended"
             )
             self._perform(self._state.on_overdue())
+
+
+def _restart_text(restart: Restart) -> str:
+    lost = restart.name if restart.rank is None else f"{restart.rank} of {restart.name}"
+    killed = "" if restart.hung_s is None else "killed, "
+    return (
+        f"{lost} {how_lost(restart.hung_s)} ({restart.reason}); it is {killed}started again, and its parts are "
+        "produced again"
+    )
 
 
 def _outcomes(

@@ -74,6 +74,7 @@ class Flow:
         self.trace = FlowTrace(log, members, steps, parts.holdings)
         self._in_turn = in_turn
         parts.leases.on_done = self._encoded
+        parts.leases.name_of = members.name_of
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
         self._outdated: set[int] = set()  # feeders that still size what an earlier flow has asked for
 

@@ -50,6 +50,8 @@ class Leases:
         self._lost_owners: set[int] = set()
         self.on_unleased: Callable[[BatchRecord], None] = lambda batch: None
         """Called when no lease of a batch is left that has kept images."""
+        self.name_of: Callable[[int], str] = lambda owner: f"process {owner}"
+        """Returns what messages call an owner."""
         self.on_done: Callable[[int, EncodeBatch, float], None] = lambda owner, batch, seconds: None
         """Called with the owner of a lease of a whole batch that was produced, and the seconds since it was granted."""
 
@@ -233,12 +235,12 @@ class Leases:
         return owner in self._lost_owners
 
     def describe(self, part: PartRecord) -> str:
-        """Return which process produces a PENDING or LEASED part, and how long ago it was leased."""
+        """Return who produces a PENDING or LEASED part, and how long ago it was leased."""
         what = f"{part.name} of position {part.position.ref.position} ({part.nbytes} bytes) is"
         if part.state is LEASED:
             age_s = self._clock() - self._leases[part.lease_id].granted_s if part.batch is not None else 0.0
             since = f" for {age_s:.1f} s (lease {part.lease_id})" if part.batch is not None else ""
-            return f"{what} leased to process {part.owner}{since}"
+            return f"{what} leased to {self.name_of(part.owner)}{since}"
         if part.batch is None:
             return f"{what} pending: lost with its owner, and not produced again yet"
         batch, first = part.batch.batch, self.first_in_line(part.batch.batch.encoder)

@@ -9,6 +9,7 @@ from types import FunctionType
 
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_events import (
+    ActorLost,
     CheckpointFinished,
     EvaluationFinished,
     Noted,
@@ -42,8 +43,11 @@ class Callback:
     def on_checkpoint(self, event: CheckpointFinished) -> None:
         """A checkpoint is complete."""
 
+    def on_actor_lost(self, event: ActorLost) -> None:
+        """An actor died or hangs."""
+
     def on_restart(self, event: Restarted) -> None:
-        """An actor died and was started again."""
+        """A lost actor was started again, and works."""
 
     def on_quarantine(self, event: Quarantined) -> None:
         """A sample was rejected."""
@@ -63,6 +67,7 @@ _METHODS: dict[type, str] = {
     StepFinished: "on_step",
     EvaluationFinished: "on_evaluation",
     CheckpointFinished: "on_checkpoint",
+    ActorLost: "on_actor_lost",
     Restarted: "on_restart",
     Quarantined: "on_quarantine",
     StragglerFound: "on_straggler",

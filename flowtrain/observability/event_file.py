@@ -11,6 +11,7 @@ from flowtrain.observability.files import JsonLines
 from flowtrain.types.metrics import finite
 from flowtrain.types.run_events import (
     EVENTS_SCHEMA,
+    ActorLost,
     CheckpointFinished,
     EvaluationFinished,
     Noted,
@@ -32,6 +33,7 @@ NAMES: dict[type, str] = {
     RunStarted: "run_started",
     EvaluationFinished: "evaluation",
     CheckpointFinished: "checkpoint",
+    ActorLost: "lost",
     Restarted: "restart",
     Quarantined: "quarantined",
     StragglerFound: "straggler",

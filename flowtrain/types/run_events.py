@@ -110,19 +110,37 @@ class CheckpointFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarted:
-    """An actor died and was started again. The event comes once the new one works or dies too, or the run ends."""
+class ActorLost:
+    """An actor died or hangs. It is started again, which ``Restarted`` tells, or given up, or the run ends."""
 
     step: int
     role: str
     name: str
     reason: str
-    """Why it died."""
+    hung_s: float | None
+    """Seconds that it had hung when it was noticed; None: it died."""
+    given_up: bool = False
+    """Whether it does not come back; the other encoders do its work."""
+    timestamp: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """A lost actor was started again. The event comes once the new one works or is lost too, or the run ends."""
+
+    step: int
+    role: str
+    name: str
+    reason: str
+    """Why it was lost."""
+    hung_s: float | None = None
+    """As of ``ActorLost``."""
     down_s: float | None = None
-    """Seconds from its death until the new one worked; None: it did not."""
+    """Seconds from the notice of its loss until the new one worked; None: it did not."""
     steps_again: int = 0
     """Steps that were done and are done again: of a backbone, those after its checkpoint."""
     timestamp: float = field(default_factory=time.time)
+    """When its loss was noticed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +202,7 @@ RunEvent = (
     | StepFinished
     | EvaluationFinished
     | CheckpointFinished
+    | ActorLost
     | Restarted
     | Quarantined
     | StragglerFound

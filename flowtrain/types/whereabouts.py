@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from flowtrain.types.wire import message
 
+WAIT_FOR_DATA = "a wait for data"
+"""What a rank is in until its producers have made what it needs."""
+
 
 @message
 class Whereabouts:

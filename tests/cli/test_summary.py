@@ -26,6 +26,11 @@ def test_a_planned_rate_is_next_to_the_measured_one() -> None:
     assert "planned" not in shown(planned_tokens_per_s=5495.4), "too few steps to measure"
 
 
+def test_the_time_is_that_of_this_start() -> None:
+    assert "done step 2 of 2 in 1 s" in shown() and "since the start" not in shown()
+    assert "done step 20 of 20 in 1 s since the start after step 15" in shown(step=20, num_steps=20, start_step=15)
+
+
 def test_rates_that_are_the_hosts_are_said() -> None:
     assert "warning the host's own work" in shown(host_warning="the host's own work is 57% of a step")
     assert "warning" not in shown()

@@ -88,7 +88,7 @@ def test_a_first_start_that_loses_a_node_is_tried_again(
     nothing: Any = None  # is asked of the others
     faked: Any = history
     group = GroupRun(run, faked, nothing, stream, display, nothing, nothing)
-    for name, value in (("_start_coordinator", None), ("_hang_watches", (None, None)), ("_new_watcher", None)):
+    for name, value in (("_start_coordinator", None), ("_hang_watches", (None, None, None)), ("_new_watcher", None)):
         monkeypatch.setattr(group, name, lambda *_, value=value: value)
     monkeypatch.setattr(group, "_nodes", SimpleNamespace(has_lost_one=lambda: node_is_lost))
     is_worth_one = node_is_lost or (isinstance(error, CoordinatorLostError) and not is_second)

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.controller.hang_watch import ANSWER_S, Hang, HangWatch, find_hang
+from flowtrain.controller.hang_watch import ANSWER_S, HangWatch, find_hang
+from flowtrain.controller.stalls import Hang, HangLimits
 from flowtrain.controller.state import Role
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import WAIT_FOR_DATA, Whereabouts
 from tests.controller.fake_ray import FakeRay, Ref, died
 
 LIMIT_S = 100.0
+LIMITS = HangLimits(action_s=LIMIT_S, silence_s=60.0, warning_s=40.0)
+ROUND_S = LIMITS.round_s + 1.0
 
 
 def at(unit: int, place: int, for_s: float, may_last: bool = False) -> Whereabouts:
@@ -24,27 +27,27 @@ def at(unit: int, place: int, for_s: float, may_last: bool = False) -> Whereabou
 
 def test_the_rank_behind_all_others_hangs_when_all_stand_still() -> None:
     answers = {"first": at(3, 9, 120.0), "second": at(3, 7, 121.0), "third": at(3, 9, 119.0)}
-    assert find_hang(answers, {}, LIMIT_S) == Hang("second", "it has been in action 7 of step 4 for 121 s")
-    assert find_hang({**answers, "slow": at(2, 40, 130.0)}, {}, LIMIT_S).name == "slow"  # type: ignore[union-attr]
+    what = "it has been in action 7 of step 4 for 121 s, more than limits.collective_timeout_s allows"
+    assert find_hang(answers, {}, LIMITS) == Hang("second", what, 121.0)
+    assert find_hang({**answers, "slow": at(2, 40, 130.0)}, {}, LIMITS).name == "slow"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("moving", [at(3, 2, 99.0), at(3, 2, 500.0, may_last=True)])
 def test_while_one_rank_moves_or_may_last_there_is_hope(moving: Whereabouts) -> None:
-    assert find_hang({"first": at(3, 9, 500.0), "second": moving}, {}, LIMIT_S) is None
+    assert find_hang({"first": at(3, 9, 500.0), "second": moving}, {}, LIMITS) is None
 
 
 def test_a_rank_that_says_nothing_for_too_long_hangs_whatever_the_others_do() -> None:
     answers = {"first": at(3, 9, 5.0), "starved": at(3, 9, 5.0, may_last=True)}
-    assert find_hang(answers, {"second": 99.0}, LIMIT_S) is None
-    assert find_hang(answers, {"second": 101.0, "third": 100.5}, LIMIT_S) == Hang(
-        "second", "it has not answered for 101 s"
-    )
+    assert find_hang(answers, {"second": 59.0}, LIMITS) is None
+    what = "it has not answered for 61 s, more than limits.silence_timeout_s allows"
+    assert find_hang(answers, {"second": 61.0, "third": 60.5}, LIMITS) == Hang("second", what, 61.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 200), st.booleans()), max_size=6))
 def test_nobody_hangs_within_the_limit(ranks: list[tuple[int, int, float, bool]]) -> None:
     answers = {str(number): at(*each) for number, each in enumerate(ranks)}
-    hang = find_hang(answers, {}, LIMIT_S)
+    hang = find_hang(answers, {}, LIMITS)
     stands_still = all(each.for_s >= LIMIT_S and not each.may_last for each in answers.values())
     assert (hang is not None) == (bool(answers) and stands_still)
 
@@ -62,7 +65,7 @@ class World:
         runs = {Ref(name): name for name in ranks}
         actors: Any = SimpleNamespace(of_role=lambda role: ranks if role is Role.BACKBONE else {}, runs=runs)
         self.runs = runs
-        self.watch = HangWatch(actors, LIMIT_S, directory, self.found.append, lambda: self.now_s)
+        self.watch = HangWatch(actors, LIMITS, directory, self.found.append, lambda: self.now_s)
 
     def _rank(self, name: str) -> Any:
         def ask() -> Ref:
@@ -88,14 +91,14 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
 
 
 def test_ranks_are_asked_only_while_no_unit_ends(world: World) -> None:
-    world.wait(20.0)
+    world.wait(LIMITS.round_s)
     assert not world.asked
-    world.wait(10.0)
+    world.wait(1.0)
     assert set(world.asked) == {"rank-0", "rank-1"}
 
 
 def test_a_hang_is_told_once_its_stacks_are_kept(world: World) -> None:
-    world.wait(26.0)
+    world.wait(ROUND_S)
     for name, ref in world.asked.items():
         ref.finish(at(0, 3 if name == "rank-1" else 5, LIMIT_S))
     world.wait(1.0)
@@ -106,7 +109,7 @@ def test_a_hang_is_told_once_its_stacks_are_kept(world: World) -> None:
 
 def test_a_stopped_rank_is_found_by_its_silence(world: World) -> None:
     for _ in range(20):
-        world.wait(26.0)
+        world.wait(ROUND_S)
         world.asked["rank-0"].finish(at(0, 5, 1.0))
         world.wait(ANSWER_S + 1.0)
         if world.found:
@@ -116,7 +119,7 @@ def test_a_stopped_rank_is_found_by_its_silence(world: World) -> None:
 
 
 def test_a_rank_that_died_is_the_watchers_business(world: World) -> None:
-    world.wait(26.0)
+    world.wait(ROUND_S)
     world.asked["rank-0"].finish(died())
     world.asked["rank-1"].finish(at(0, 3, LIMIT_S))
     world.wait(1.0)
@@ -125,5 +128,20 @@ def test_a_rank_that_died_is_the_watchers_business(world: World) -> None:
 
 def test_a_rank_that_has_returned_is_not_asked(world: World) -> None:
     world.runs.pop(next(ref for ref, name in world.runs.items() if name == "rank-0"))
-    world.wait(26.0)
+    world.wait(ROUND_S)
     assert set(world.asked) == {"rank-1"}
+
+
+def test_what_stands_still_is_known_before_it_hangs(world: World) -> None:
+    world.wait(ROUND_S)
+    world.asked["rank-0"].finish(Whereabouts(0, 1, 2, WAIT_FOR_DATA, 41.0, True, 1))
+    world.asked["rank-1"].finish(Whereabouts(0, 1, 2, WAIT_FOR_DATA, 42.0, True, 1))
+    world.wait(1.0)
+    assert world.watch.standing() == ["rank-0, rank-1: in a wait for data for 42 s"] and not world.found
+    world.wait(ROUND_S)
+    world.asked["rank-0"].finish(at(0, 5, 500.0, may_last=True))
+    for _ in range(4):
+        world.wait(ANSWER_S + 1.0)
+    assert world.watch.standing() == ["rank-1: no answer for 44 s"], "a checkpoint or an answer has another limit"
+    world.watch.begin()
+    assert not world.watch.standing()

@@ -12,6 +12,14 @@ from flowtrain.emulation.meetings import OtherRankFailedError
 from flowtrain.errors import DataError, FlowTrainError, StallError
 from tests.controller.fake_ray import FakeRay, Ref, died, not_constructed, task_error
 
+TOLD = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: Rank\n\tactor_id: 6f\n"
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+    "{}. Some common causes include: (1) the process was killed by the OOM killer due to high memory usage, (2) ray "
+    "stop --force was called."
+)
+"""What Ray tells about a dead worker."""
+
 
 def outcome(value: object, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     FakeRay(monkeypatch)
@@ -57,14 +65,27 @@ def test_a_reason_is_never_empty() -> None:
 
 
 def test_of_what_ray_tells_about_a_dead_worker_the_detail_is_kept() -> None:
-    told = (
-        "The actor died unexpectedly before finishing this task.\n\tclass_name: Rank\n\tactor_id: 6f\n"
-        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
-        "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the "
-        "process was killed by the OOM killer due to high memory usage, (2) ray stop --force was called."
+    assert reason_of(ray.exceptions.RayActorError(None, TOLD.format("Worker exits with code 3"))) == (
+        "Worker exits with code 3"
     )
-    reason = reason_of(ray.exceptions.RayActorError(None, told))
-    assert reason == "Worker unexpectedly exits with a connection error code 2. End of file"
+
+
+@pytest.mark.parametrize(
+    ("rays", "ours"),
+    [
+        (
+            TOLD.format("Worker unexpectedly exits with a connection error code 2. End of file"),
+            "its process was killed, or crashed",
+        ),
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: Rank\nThe actor died because its "
+            "node has died. Node Id: 6f\n\tthe actor's node was terminated unexpectedly: health check failed",
+            "its node is gone",
+        ),
+    ],
+)
+def test_what_happens_most_is_said_in_our_words(rays: str, ours: str) -> None:
+    assert reason_of(ray.exceptions.RayActorError(None, rays)) == ours
 
 
 def test_emulated_ranks_that_waited_for_a_failed_one_come_after_it() -> None:

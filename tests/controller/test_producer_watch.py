@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.actors.whereabouts import longest
-from flowtrain.controller.hang_watch import Hang
-from flowtrain.controller.producer_watch import ROUNDS, ProducerWatch, what_hangs
+from flowtrain.controller.producer_watch import ProducerWatch, is_stuck
+from flowtrain.controller.stalls import ROUNDS, Hang, HangLimits
 from flowtrain.controller.state import Role
 from flowtrain.types.whereabouts import Whereabouts
 from tests.controller.fake_ray import FakeRay, Ref, died
 
-LIMIT_S, START_LIMIT_S = 100.0, 300.0
-ROUND_S = LIMIT_S / ROUNDS
+LIMIT_S, START_LIMIT_S = 100.0, 90.0
+LIMITS = HangLimits(action_s=LIMIT_S, silence_s=60.0, warning_s=40.0)
+ROUND_S = LIMITS.round_s
 
 
 def doing(for_s: float, may_last: bool = False, what: str = "the forward") -> Whereabouts:
@@ -29,13 +30,13 @@ DOINGS = st.builds(doing, st.floats(0, 500), st.booleans())
 
 @given(DOINGS)
 def test_only_work_beyond_the_limit_hangs(where: Whereabouts) -> None:
-    assert (what_hangs(where, LIMIT_S) is not None) == (not where.may_last and where.for_s >= LIMIT_S)
+    assert is_stuck(where, LIMIT_S) == (not where.may_last and where.for_s >= LIMIT_S)
 
 
 @given(DOINGS, DOINGS)
 def test_of_two_threads_one_that_hangs_is_seen(first: Whereabouts, second: Whereabouts) -> None:
-    hangs = [what_hangs(each, LIMIT_S) is not None for each in (first, second)]
-    assert (what_hangs(longest(first, second), LIMIT_S) is not None) == any(hangs)
+    hangs = [is_stuck(each, LIMIT_S) for each in (first, second)]
+    assert is_stuck(longest(first, second), LIMIT_S) == any(hangs)
 
 
 class Producer:
@@ -58,7 +59,7 @@ class World:
         self.producers = {"encoder-0": Producer(), "feeder-0": Producer()}
         self.runs = {Ref(name): name for name in self.producers}
         actors: Any = SimpleNamespace(of_role=self._of_role, runs=self.runs)
-        self.watch = ProducerWatch(actors, LIMIT_S, START_LIMIT_S, self.found.append, lambda: self.now_s)
+        self.watch = ProducerWatch(actors, LIMITS, START_LIMIT_S, self.found.append, lambda: self.now_s)
 
     def _of_role(self, role: Role) -> dict[str, Producer]:
         return {name: each for name, each in self.producers.items() if name.startswith(role.value)}
@@ -79,21 +80,23 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_one_that_works_too_long_at_one_thing_is_named_with_it(world: World) -> None:
     world.wait()
     world.wait(encoder=doing(99.0), feeder=doing(500.0, may_last=True))
-    assert not world.found
+    assert not world.found and world.watch.standing() == ["encoder-0: in the forward for 99 s"]
     world.wait(encoder=doing(101.0, what="the decoding of batch 2 of unit 9"), feeder=doing(0.0))
     (hang,) = world.found
     assert hang.name == "encoder-0" and hang.what.startswith("it has been in the decoding of batch 2 of unit 9 for 101")
-    assert "limits.collective_timeout_s" in hang.what
+    assert "limits.collective_timeout_s" in hang.what and hang.for_s == 101.0
 
 
 def test_a_stopped_one_is_found_by_its_silence_and_asked_once(world: World) -> None:
     world.wait()
     world.wait(encoder=doing(0.0), feeder=doing(0.0))
-    for _ in range(ROUNDS):
+    for number in range(int(LIMITS.silence_s / ROUND_S)):
         assert not world.found
+        assert world.watch.standing() == ([f"feeder-0: no answer for {number * ROUND_S:.0f} s"] if number > 3 else [])
         world.wait(encoder=doing(0.0))
-    assert [hang.name for hang in world.found] == ["feeder-0"]
-    assert world.found[0].what.startswith("it has not answered for 100 s")
+    assert world.found == [
+        Hang("feeder-0", "it has not answered for 60 s, more than limits.silence_timeout_s allows", 60.0)
+    ]
     assert len(world.producers["feeder-0"].calls) == 2, "calls do not pile up at a stopped process"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from flowtrain.types.messages import RankReport, SampleLoss, Span
 from flowtrain.types.metrics import PoolUse, StepMetrics
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
 from flowtrain.types.run_events import (
+    ActorLost,
     EvaluationFinished,
     Noted,
     Quarantined,
@@ -322,6 +324,7 @@ def test_going_back_in_a_run_cuts_everything_as_a_resume_does(world: World) -> N
     recorder.went_back("backbone-dp0-pp0-tp0", Role.BACKBONE, "killed", 2.5, 1)
     (told,) = [event for event in world.told if isinstance(event, Restarted)]
     assert (told.role, told.step, told.down_s, told.steps_again) == ("backbone", 3, 2.5, 1)
+    assert told.timestamp <= time.time() - 2.5, "it is that of the loss"
 
 
 def test_what_was_seen_before_a_resume_ends_with_the_data(world: World) -> None:
@@ -609,12 +612,24 @@ def test_going_back_to_a_checkpoint_is_told_after_the_step(world: World) -> None
     assert note.level == "warning" and "went back to the checkpoint of step 0" in note.text
 
 
+def test_a_loss_is_told_at_once(world: World) -> None:
+    recorder = world.record(done(train_unit(1)))
+    recorder.lost("encoder-1", Role.ENCODER, "it has not answered", 9.0)
+    told = world.told[-1]
+    assert isinstance(told, ActorLost)
+    assert (told.step, told.role, told.name, told.reason, told.hung_s) == (
+        *(1, "encoder", "encoder-1"),
+        *("it has not answered", 9.0),
+    )
+
+
 def test_a_restart_is_told_once_the_actor_works_again_or_at_the_end(world: World) -> None:
     recorder = world.record(done(train_unit(1)))
     recorder.restarted("encoder-1", Role.ENCODER, "killed")
     recorder.take(Rejoined("encoder-0", 1.0))  # no death of it is known
     assert not any(isinstance(event, Restarted) for event in world.told)
     recorder.take(Rejoined("encoder-1", 2.5))
+    assert isinstance(world.told[-1], Noted) and world.told[-1].text == "encoder-1 works again after 2.5 s"
     recorder.restarted("encoder-1", Role.ENCODER, "killed again")
     recorder.restarted("encoder-1", Role.ENCODER, "before it worked")
     recorder.restarted("feeder-0", Role.FEEDER, "lost")

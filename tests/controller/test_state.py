@@ -274,17 +274,17 @@ def test_a_rank_that_is_lost_takes_the_whole_backbone_back_once() -> None:
 @pytest.mark.parametrize("name", ["encoder-0", "feeder-0"])
 def test_a_producer_that_hangs_is_started_again_as_one_that_died(name: str) -> None:
     state = state_of_a_running_backbone()
-    (restart,) = state.on_hung(name, "it has not answered for 9 s")
+    (restart,) = state.on_hung(name, "it has not answered for 9 s", 9.0)
     assert restart == Restart(name) and isinstance(restart, Restart)
-    assert (restart.verb, restart.reason) == ("hangs", "it has not answered for 9 s")
+    assert (restart.hung_s, restart.reason) == (9.0, "it has not answered for 9 s")
     assert state.on_died(name, "killed") == [Restart(name)]
-    error = failure(RunState({name: ACTORS[name]}, 0, 0.1).on_hung(name, "the forward of batch 3"))
+    error = failure(RunState({name: ACTORS[name]}, 0, 0.1).on_hung(name, "the forward of batch 3", 9.0))
     assert f"{name} died or hung 1 times (the forward of batch 3), limits.max_encoder_restarts is 0" in str(error)
 
 
 @pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.FAILED])
 def test_who_hangs_when_nobody_waits_for_it_is_left_alone(phase: Phase) -> None:
-    assert state_in(phase).on_hung("encoder-0", "the forward") == []
+    assert state_in(phase).on_hung("encoder-0", "the forward", 9.0) == []
 
 
 def test_a_start_that_fails_is_no_reason_to_start_again() -> None:
@@ -339,7 +339,7 @@ def test_a_first_start_that_loses_a_process_is_tried_again_once() -> None:
         return RunState(ACTORS, MAX_RESTARTS, 0.1, max_backbone_restarts=limit, may_be_lost=True, may_start_again=again)
 
     assert first_start(True).on_died("backbone-0", "killed") == [RestartAll("backbone-0")]
-    assert first_start(True).on_hung("backbone-0", "silent") == [RestartAll("backbone-0")]
+    assert first_start(True).on_hung("backbone-0", "silent", 9.0) == [RestartAll("backbone-0")]
     assert first_start(True).on_coordinator_lost("killed") == [RestartAll("coordinator")]
     for state in (first_start(False), first_start(True, limit=0)):
         assert "--resume" in str(failure(state.on_died("backbone-0", "killed")))

@@ -11,7 +11,8 @@ import pytest
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller import watch
 from flowtrain.controller.signals import StopRequest
-from flowtrain.controller.state import Role, RunState
+from flowtrain.controller.stalls import Hang
+from flowtrain.controller.state import Abandon, Restart, Role, RunState
 from flowtrain.controller.watch import BackboneLost, GraceOver, GroupLost, StopRequested, Watcher
 from flowtrain.errors import (
     CheckpointError,
@@ -45,6 +46,8 @@ class World:
         self.stop = StopRequest()
         self.taken: list[Event] = []
         self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.lost: list[Restart | Abandon] = []
         self.take: Callable[[Event], None] = self.taken.append
         self.state = RunState(
             roles,
@@ -60,7 +63,9 @@ class World:
             LimitsConfig(stop_timeout_s=0.01, preemption_grace_s=30.0),
             lambda event: self.take(event),
             self.notes.append,
+            self.warnings.append,
             self.stop,
+            self.lost.append,
         )
 
     def until_end(self, *script: Callable[[], object]) -> bool:
@@ -123,7 +128,10 @@ def test_a_run_that_got_sigterm_has_the_grace_and_no_longer(world: World, ago_s:
 def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None:
     world.until_end(world.finish("encoder-0", value=died()), *world.all_return())
     assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
-    assert "encoder-0 died" in world.notes[0]
+    assert world.warnings == [
+        "encoder-0 died (Worker exits with SIGKILL); it is started again, and its parts are produced again"
+    ]
+    assert world.lost == [Restart("encoder-0")] and not world.notes
 
 
 def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +142,18 @@ def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monke
     together = lambda: [world.workers.finish("encoder-0", closed), world.workers.finish(rank, died())]  # noqa: E731
     world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))
     assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
-    assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are produced again"]
+    (warning,) = world.warnings
+    assert warning.startswith("encoder-0-tp1 of encoder-0 died (") and "is started again" in warning
 
 
 def test_a_producer_that_hangs_is_named_with_what_it_did(world: World) -> None:
-    world.watcher.note_hang("encoder-0", "it has been in the forward of batch 2 of unit 7 for 9 s")
+    world.watcher.note_hang(Hang("encoder-0", "it has been in the forward of batch 2 of unit 7 for 9 s", 9.0))
     assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
-    assert world.notes == [
+    assert world.warnings == [
         "encoder-0 hangs (it has been in the forward of batch 2 of unit 7 for 9 s); it is killed, started again, and "
         "its parts are produced again"
     ]
+    assert [loss.hung_s for loss in world.lost] == [9.0]
 
 
 def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:
@@ -159,7 +169,8 @@ def test_an_encoder_that_is_given_up_is_lost_for_good_and_the_others_go_on(monke
     world.until_end(death, death, world.finish("backbone-0", "backbone-1"), world.finish("feeder-0", "encoder-1"))
     given_up = ["process_lost encoder-0 for_good=True", "give_up encoder-0"]
     assert world.workers.log == ["process_lost encoder-0", "replace encoder-0", *given_up]
-    assert "encoder-0 died too often and is given up" in world.notes[1]
+    assert "limits.max_encoder_restarts allows; it is given up" in world.warnings[1]
+    assert world.lost == [Restart("encoder-0"), Abandon("encoder-0")]
 
 
 def test_an_error_of_a_producer_fails_the_run_readably(world: World) -> None:

@@ -55,7 +55,7 @@ def test_features_over_sockets_train_the_same_to_the_bit(
     pooled, sent = config_of(tmp_path, "pool"), config_of(tmp_path, "point_to_point")
     run_training(pooled)
     run_training(sent, classes=ActorClasses(encoder=DyingEncoder))
-    assert "encoder-0 died; it is started again" in capfd.readouterr().err
+    assert "encoder-0 died (its process was killed, or crashed); it is started again" in capfd.readouterr().err
     assert exact_metrics(run_dir(sent)) == exact_metrics(run_dir(pooled))
     ours, theirs = ([line["read_nbytes"] for line in json_lines(run_dir(each).metrics)] for each in (sent, pooled))
     assert ours == theirs and min(ours) > 0

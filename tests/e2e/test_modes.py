@@ -338,7 +338,7 @@ def test_an_encoder_that_dies_beside_its_rank_costs_no_sample(
 ) -> None:
     config = config_of(directory, "colocated", "dying-encoder")
     assert run_training(config, classes=ActorClasses(encoder=DyingEncoder)).step == NUM_STEPS
-    assert "encoder-0 died; it is started again" in capfd.readouterr().err
+    assert "encoder-0 died (its process was killed, or crashed); it is started again" in capfd.readouterr().err
     assert exact_metrics(run_dir(config)) == exact_metrics(run_dir(whole("colocated")))
     check_ledger(config, [CORRUPT_ROW])
 

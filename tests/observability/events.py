@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.types.run_events import (
+    ActorLost,
     CheckpointFinished,
     EvaluationFinished,
     GeneratedSample,
@@ -29,6 +30,7 @@ EVALUATED = EvaluationFinished(
     timestamp=T0,
 )
 CHECKPOINT = CheckpointFinished(step=2, duration_s=0.25, nbytes=1000, timestamp=T0)
+LOST = ActorLost(step=2, role="encoder", name="encoder-1", reason="silent", hung_s=9.0, timestamp=T0)
 RESTARTED = Restarted(step=2, role="encoder", name="encoder-1", reason="killed", timestamp=T0)
 QUARANTINED = Quarantined(
     step=2, num_rejected=3, position=17, source="cats", row=5, reason="corrupt_image", timestamp=T0

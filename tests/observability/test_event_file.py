@@ -20,6 +20,7 @@ from tests.observability.events import (
     ENDED,
     EVALUATED,
     GENERATED,
+    LOST,
     NOTED,
     QUARANTINED,
     RESTARTED,
@@ -39,7 +40,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_each_line_has_exactly_the_documented_keys(path: Path, make_metrics: Any) -> None:
     file = EventFile(path)
-    for event in (started(), EVALUATED, CHECKPOINT, RESTARTED, NOTED, QUARANTINED, ENDED):
+    for event in (started(), EVALUATED, CHECKPOINT, LOST, RESTARTED, NOTED, QUARANTINED, ENDED):
         file.take(event)
     file.take(StepFinished(metrics=make_metrics(1)))
     head = {"schema": 1, "timestamp": T0}
@@ -80,11 +81,22 @@ def test_each_line_has_exactly_the_documented_keys(path: Path, make_metrics: Any
         {**head, "event": "checkpoint", "step": 2, "duration_s": 0.25, "nbytes": 1000, "best_of": None},
         {
             **head,
+            "event": "lost",
+            "step": 2,
+            "role": "encoder",
+            "name": "encoder-1",
+            "reason": "silent",
+            "hung_s": 9.0,
+            "given_up": False,
+        },
+        {
+            **head,
             "event": "restart",
             "step": 2,
             "role": "encoder",
             "name": "encoder-1",
             "reason": "killed",
+            "hung_s": None,
             "down_s": None,
             "steps_again": 0,
         },

@@ -14,6 +14,7 @@ import pytest
 from flowtrain.observability.report.outcome import (
     KeyFigures,
     State,
+    disturbed_steps,
     eval_points,
     key_figures,
     outcome_of,
@@ -125,6 +126,27 @@ def test_numbers_leave_out_the_first_step_of_each_start(directory: Path) -> None
     assert found.blocked_share == pytest.approx(0.25), "of two encoders"
     assert found.mfu == pytest.approx(0.4) and found.step_time_s == 2.0
     assert (found.first_loss, found.last_loss, found.num_last) == (1.0, 39.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "disturbed"),
+    [
+        (event("lost", 20, 20.5, role="encoder", name="encoder-0", reason="killed", hung_s=None), [21]),
+        (event("restart", 20, 20.5, role="encoder", name="encoder-0", reason="killed", down_s=2.0), [21, 22, 23]),
+        (
+            event("restart", 20, 20.5, role="feeder", name="feeder-0", reason="silent", hung_s=2.0, down_s=0.1),
+            [19, 20, 21],
+        ),
+        (event("restart", 20, 20.01, role="backbone", name="rank", reason="killed", down_s=0.02), [21]),
+        (event("restart", 60, 90.0, role="coordinator", name="coordinator", reason="killed", down_s=2.0), []),
+    ],
+)
+def test_steps_in_which_an_actor_was_lost_say_nothing_of_the_speed(
+    directory: Path, told: dict[str, Any], disturbed: list[int]
+) -> None:
+    run = with_events(directory, started(num_steps=60), told)
+    assert [int(step) for step in run.steps.step[disturbed_steps(run)]] == disturbed
+    assert [int(step) for step in run.steps.step[~steady_steps(run)]] == [1, *disturbed]
 
 
 def test_held_out_losses_by_set_and_from_a_run_without_events(directory: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_failed_run_says_why_first(directory: Path) -> None:
     assert classes(page, "first") == [f"The run failed: {text}"]
     assert page.all("h1")[0].text == "quickstart failed"
     assert row(page, "Faults and restarts", "2026-11-18 11:07:10 UTC") == [
-        *("30", "restart", "encoder-1: killed; down for 2.50 s")
+        *("30", "restart", "encoder-1: killed; worked again after 2.50 s")
     ]
     marks = page.by_id("loss-chart-title")
     assert marks.text == "Loss" and "encoder-1 restarted" in page.by_id("learning").text

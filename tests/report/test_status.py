@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowtrain.observability.report import status
 from flowtrain.observability.report.outcome import State
-from flowtrain.observability.report.status import status_of
+from flowtrain.observability.report.status import Said, status_of
 from tests.report.runs import START_S, event, started, write_lines, write_run
 
 
@@ -34,12 +35,13 @@ def test_a_run_that_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (found.state, found.step, found.num_steps, found.age_s) == (State.RUNNING, 60, 100, 10.0)
     assert found.eta_s == pytest.approx(40.0), "at a step a second"
     assert found.eval_losses == {"shapes": 2.5} and found.checkpoint_step == 50 and found.num_restarts == 1
-    assert found.warnings == ("warning 2", "warning 3", "warning 4")
+    assert found.warnings == tuple(Said(f"warning {number}", 20.0) for number in (2, 3, 4))
+    assert found.step_age_s == 10.0 and found.recovering == ()
     assert found.pool_bound_nbytes == 2 * 16_777_216 + 20_055_438
     assert found.tokens_per_s is not None and 1000 < found.tokens_per_s < 2000
     record = found.as_record()
     assert json.loads(json.dumps(record, allow_nan=False)) == record
-    assert (record["schema"], record["state"], record["directory"]) == (1, "running", str(directory))
+    assert (record["schema"], record["state"], record["directory"]) == (2, "running", str(directory))
 
 
 def test_a_run_that_ended_has_no_time_left(directory: Path) -> None:
@@ -76,3 +78,37 @@ def test_a_loss_that_is_not_finite_is_null_in_json(directory: Path) -> None:
     write_lines(directory / "events.jsonl", [started(), event("evaluation", 5, 5.0, name="x", loss=None)])
     found = status_of(directory)
     assert math.isnan(found.eval_losses["x"]) and found.as_record()["eval_losses"] == {"x": None}
+
+
+def lost(name: str, time_s: float, **values: Any) -> dict[str, Any]:
+    role = name.split("-")[0]
+    return event("lost", 5, time_s, role=role, name=name, reason="killed", hung_s=None, **values)
+
+
+def back(name: str, time_s: float) -> dict[str, Any]:
+    return event("restart", 5, time_s, role=name.split("-")[0], name=name, reason="killed", down_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "missing"),
+    [
+        ([], []),
+        ([lost("encoder-0", 61.0)], ["encoder-0"]),
+        ([lost("encoder-0", 61.0), back("encoder-0", 62.0)], []),
+        ([lost("encoder-0", 61.0), back("encoder-0", 62.0), lost("encoder-0", 63.0)], ["encoder-0"]),
+        ([lost("encoder-0", 61.0, given_up=True)], []),
+        (
+            [lost("encoder-0", 61.0), lost("backbone-0", 62.0), lost("coordinator", 63.0), back("backbone-0", 64.0)],
+            ["encoder-0"],
+        ),
+        ([lost("encoder-0", 61.0), started(resumed_from=60)], []),
+    ],
+)
+def test_actors_that_do_not_work_again_yet_are_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]], missing: list[str]
+) -> None:
+    monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
+    write_lines(directory / "events.jsonl", [started(num_steps=100), *events])
+    found = status_of(directory, now=START_S + 70.0)
+    assert [said.text for said in found.recovering] == [f"{name}: killed" for name in missing]
+    assert all(said.age_s is not None and 5.0 < said.age_s < 10.0 for said in found.recovering)

@@ -23,6 +23,8 @@ BLOCKED_SHARE = 0.10
 IMBALANCE = 0.10
 FILL = 0.80
 MIN_STEPS = 3
+BACKBONE_ROLES = ("backbone", "coordinator")
+"""With whose loss all ranks start again."""
 
 
 class State(StrEnum):
@@ -145,7 +147,7 @@ def _first_time(run: RunData) -> float | None:
 class KeyFigures:
     """The numbers of a run that fit on one line each; None where they are not known.
 
-    Rates and shares are over all steps but the first of each start.
+    Rates and shares are over ``steady_steps``.
     """
 
     first_loss: float | None
@@ -210,9 +212,33 @@ def key_figures(run: RunData) -> KeyFigures:
 
 
 def steady_steps(run: RunData) -> npt.NDArray[np.bool_]:
-    """Return a mask: all steps but the first of each start, or all if there are no others."""
-    steady = ~np.isin(run.steps.step, run.start_steps)
+    """Return a mask: all steps but the first of each start and those of ``disturbed_steps``, or all if none is left."""
+    steady = ~np.isin(run.steps.step, run.start_steps) & ~disturbed_steps(run)
     return steady if steady.any() else np.ones(len(run.steps), bool)
+
+
+def disturbed_steps(run: RunData) -> npt.NDArray[np.bool_]:
+    """Return a mask of the steps in which an actor was lost, hung, or was not back yet.
+
+    A backbone's first step after its restart is one of them.
+    """
+    ends = run.steps["timestamp"]
+    found = np.zeros(len(run.steps), bool)
+    if not np.isfinite(ends).all():
+        return found
+    begins = ends - np.nan_to_num(run.steps["step_time_s"])
+    for event in (*run.of_kind("lost"), *run.of_kind("restart")):
+        noticed_s, hung_s, down_s = (as_number(event.get(key)) for key in ("timestamp", "hung_s", "down_s"))
+        if not math.isfinite(noticed_s):
+            continue
+        until_s = noticed_s + np.nan_to_num(down_s)
+        first = int(np.searchsorted(ends, noticed_s - np.nan_to_num(hung_s)))
+        last = int(np.searchsorted(begins, until_s, side="right"))
+        found[first:last] = True
+        if event.get("event") == "restart" and event.get("role") in BACKBONE_ROLES:
+            after = int(np.searchsorted(ends, until_s))
+            found[after : after + 1] = True
+    return found
 
 
 def eval_points(run: RunData) -> dict[str, tuple[FloatArray, FloatArray]]:

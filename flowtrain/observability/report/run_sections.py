@@ -12,9 +12,16 @@ from flowtrain.config.secrets import redacted
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.observability.report.blocks import Cell, Tile, number_cell, table, text_cell, tiles
 from flowtrain.observability.report.markup import element
-from flowtrain.observability.report.outcome import KeyFigures, Outcome, State, Verdict, steady_steps
+from flowtrain.observability.report.outcome import (
+    KeyFigures,
+    Outcome,
+    State,
+    Verdict,
+    disturbed_steps,
+    steady_steps,
+)
 from flowtrain.observability.report.reading import as_count, as_list, as_number, as_text, dig
-from flowtrain.observability.report.run_data import RunData, event_time
+from flowtrain.observability.report.run_data import Record, RunData, event_time
 from flowtrain.observability.report.units import MISSING, counted, duration, moment, number, percent, scaled
 
 MAX_ROWS = 100
@@ -112,11 +119,23 @@ def _tiles(run: RunData, figures: KeyFigures) -> Iterator[Tile]:
             f"of {scaled(bound, 'nbytes')}" if bound else "",
         )
     yield Tile("Quarantined", f"{run.quarantine.num_samples:,}", "samples")
-    restarts = len(run.of_kind("restart"))
     if run.events:
-        yield Tile("Restarts", f"{restarts:,}", "of actors")
+        yield Tile("Restarts", f"{len(run.of_kind('restart')):,}", _restarts_text(run))
     if len(run.steps.skipped):
         yield Tile("Skipped", f"{len(run.steps.skipped):,}", "steps that made no update")
+
+
+def _restarts_text(run: RunData) -> str:
+    """Return what restarts have cost."""
+    restarts = run.of_kind("restart")
+    lost_s = sum(np.nan_to_num(as_number(event.get(key))) for event in restarts for key in ("hung_s", "down_s"))
+    again = sum(as_count(event.get("steps_again")) or 0 for event in restarts)
+    parts = ["of actors"]
+    if lost_s > 0.0:
+        parts.append(f"{duration(float(lost_s))} until they worked again")
+    if again:
+        parts.append(f"{counted(again, 'step')} done again")
+    return ", ".join(parts)
 
 
 def packing_table(run: RunData) -> Markup | None:
@@ -240,9 +259,7 @@ def _faults(run: RunData) -> Iterator[tuple[float, str, str, str]]:
     for event in run.events:
         kind, time_s, step = event.get("event"), event_time(event), _step_text(as_number(event.get("step")))
         if kind == "restart":
-            down = as_number(event.get("down_s"))
-            after = f"; down for {duration(down)}" if math.isfinite(down) else ""
-            yield time_s, step, "restart", f"{as_text(event.get('name'))}: {as_text(event.get('reason'))}{after}"
+            yield time_s, step, "restart", _restart_text(event)
         elif kind == "run_started" and event.get("resumed_from"):
             yield time_s, step, "resume", f"after step {as_number(event.get('resumed_from')):,.0f}"
         elif kind == "note" and event.get("level") == "warning":
@@ -254,6 +271,17 @@ def _faults(run: RunData) -> Iterator[tuple[float, str, str, str]]:
     for place in np.flatnonzero(np.isfinite(run.steps["rewound_to"])):
         text = f"weights and optimizer went back to the checkpoint of step {run.steps['rewound_to'][place]:,.0f}"
         yield float(times[place]), _step_text(float(run.steps.step[place])), "rewind", text
+
+
+def _restart_text(event: Record) -> str:
+    hung_s, down_s = as_number(event.get("hung_s")), as_number(event.get("down_s"))
+    parts = [f"{as_text(event.get('name'))}: {as_text(event.get('reason'))}"]
+    if math.isfinite(hung_s):
+        parts.append(f"noticed after {duration(hung_s)}")
+    parts.append(f"worked again after {duration(down_s)}" if math.isfinite(down_s) else "did not work again")
+    if again := as_count(event.get("steps_again")):
+        parts.append(f"{counted(again, 'step')} done again")
+    return "; ".join(parts)
 
 
 def _step_text(step: float) -> str:
@@ -312,4 +340,6 @@ def configuration(run: RunData) -> Markup:
 def steady_note(run: RunData) -> str:
     """Return over which steps rates and shares are."""
     count = int(steady_steps(run).sum())
-    return f"Rates and shares are over {counted(count, 'step')}: all but the first of each start."
+    lost = int(disturbed_steps(run).sum())
+    also = f", and {counted(lost, 'step')} in which a process was lost or came back" if lost else ""
+    return f"Rates and shares are over {counted(count, 'step')}: all but the first of each start{also}."

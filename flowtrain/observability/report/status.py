@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowtrain.observability.report.outcome import (
+    BACKBONE_ROLES,
     State,
     eval_points,
     median,
@@ -20,11 +22,19 @@ from flowtrain.observability.report.outcome import (
     steady_steps,
 )
 from flowtrain.observability.report.reading import TAIL_NBYTES, as_text
-from flowtrain.observability.report.run_data import RunData, event_time, read_run
+from flowtrain.observability.report.run_data import Record, RunData, event_time, read_run
 
-STATUS_SCHEMA = 1
+STATUS_SCHEMA = 2
 RECENT_STEPS = 20
 """Steps that rates and shares are over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Something that the run said, or an actor's loss: a text, and its age in seconds; None: not known."""
+
+    text: str
+    age_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,10 @@ class RunStatus:
     num_steps: int | None
     age_s: float | None
     """Since the last step or event."""
+    step_age_s: float | None
+    """Since the last step, or the start if that was later; None unless it runs."""
+    recovering: tuple[Said, ...]
+    """Actors that were lost and do not work again yet, each with the reason; empty unless it runs."""
     eta_s: float | None
     """Until the last step, at the recent pace; None unless it runs."""
     loss: float | None
@@ -66,7 +80,7 @@ class RunStatus:
     """Of the last complete checkpoint; None: there is none."""
     resume: str
     """Where ``--resume`` would go on, and which steps are lost; empty unless the run was stopped or killed."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Said, ...]
     """The last warnings."""
     notes: tuple[str, ...]
     """What is damaged or missing among the run's files."""
@@ -76,7 +90,11 @@ class RunStatus:
         """Return it as plain values, for JSON."""
         losses = {name: loss if math.isfinite(loss) else None for name, loss in self.eval_losses.items()}
         changed = {"directory": str(self.directory), "state": self.state.name.lower(), "eval_losses": losses}
-        lists = {"warnings": list(self.warnings), "notes": list(self.notes)}
+        lists = {
+            "recovering": [asdict(each) for each in self.recovering],
+            "warnings": [asdict(each) for each in self.warnings],
+            "notes": list(self.notes),
+        }
         return {"schema": STATUS_SCHEMA, **asdict(self), **changed, **lists}
 
 
@@ -95,7 +113,7 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
     seconds_a_step = _pace(run)
     left = outcome.num_steps - outcome.step if outcome.num_steps is not None else None
     is_running = outcome.state is State.RUNNING
-    warnings = [as_text(event.get("text")) for event in run.of_kind("note") if event.get("level") == "warning"]
+    warnings = [event for event in run.of_kind("note") if event.get("level") == "warning"]
     return RunStatus(
         name=run.name,
         directory=run.files.root,
@@ -105,6 +123,8 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         step=outcome.step,
         num_steps=outcome.num_steps,
         age_s=max(0.0, now - outcome.last_s) if outcome.last_s is not None else None,
+        step_age_s=_step_age(run, now) if is_running else None,
+        recovering=tuple(_recovering(run, now)) if is_running else (),
         eta_s=left * seconds_a_step if is_running and left is not None and seconds_a_step is not None else None,
         loss=steps.last("loss"),
         eval_losses={name: float(losses[-1]) for name, (_, losses) in eval_points(run).items() if len(losses)},
@@ -121,10 +141,39 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         num_skipped=int(steps.last("skipped_steps") or 0),
         checkpoint_step=outcome.checkpoint_step,
         resume=outcome.resume,
-        warnings=tuple(warnings[-3:]),
+        warnings=tuple(Said(as_text(event.get("text")), _age(event, now)) for event in warnings[-3:]),
         notes=run.notes,
         emulated=steps.emulated,
     )
+
+
+def _age(event: Record, now: float) -> float | None:
+    time_s = event_time(event)
+    return max(0.0, now - time_s) if math.isfinite(time_s) else None
+
+
+def _step_age(run: RunData, now: float) -> float | None:
+    """Return the seconds since the last step, or since the start if that was later."""
+    times = [*map(event_time, run.of_kind("run_started")[-1:]), run.steps.last("timestamp") or math.nan]
+    last_s = max((each for each in times if math.isfinite(each)), default=None)
+    return max(0.0, now - last_s) if last_s is not None else None
+
+
+def _recovering(run: RunData, now: float) -> Iterator[Said]:
+    """Yield the actors of this start that were lost, and of which no event says that they work again."""
+    lost: dict[str, Record] = {}
+    for event in run.events:
+        kind, name = event.get("event"), as_text(event.get("name"))
+        if kind in ("run_started", "run_ended"):
+            lost.clear()
+        elif kind == "lost" and not event.get("given_up"):
+            lost[name] = event
+        elif kind == "restart" and event.get("role") in BACKBONE_ROLES:  # all its ranks started again
+            lost = {other: each for other, each in lost.items() if each.get("role") not in BACKBONE_ROLES}
+        elif kind == "restart":
+            lost.pop(name, None)
+    for name, event in lost.items():
+        yield Said(f"{name}: {as_text(event.get('reason'))}", _age(event, now))
 
 
 def _pace(run: RunData) -> float | None:

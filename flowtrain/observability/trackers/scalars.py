@@ -43,8 +43,8 @@ def checkpoint_scalars(event: CheckpointFinished) -> dict[str, float]:
 
 def restart_scalars(event: Restarted) -> dict[str, float]:
     """Return what the loss of an actor cost, by its role."""
-    scalars = {f"restart/{event.role}/steps_again": float(event.steps_again)}
-    return scalars if event.down_s is None else scalars | {f"restart/{event.role}/down_s": event.down_s}
+    scalars = {"steps_again": float(event.steps_again), "down_s": event.down_s, "hung_s": event.hung_s}
+    return {f"restart/{event.role}/{name}": value for name, value in scalars.items() if value is not None}
 
 
 def kept_id(directory: str, tracker: str, resumes: bool, make: Callable[[], str]) -> tuple[str, bool]:

@@ -186,8 +186,9 @@ DEATHS = (
     ),
     Death(
         "the backbone waits longer than `limits.stall_timeout_s`",
-        "The run ends and reports which process waited for what. A warning comes after `limits.stall_warning_s` without "
-        "a step, and names those that do not move. Producers that wait for the backbone are healthy: nothing is logged.",
+        "The run ends and reports which process waited for what. A warning comes after `limits.stall_warning_s` "
+        "without a step, and names those that do not move. Producers that wait for the backbone are healthy: nothing "
+        "is logged.",
         (
             "tests/actors/test_link.py::test_a_wait_warns_in_time_and_then_ends",
             "tests/controller/test_stalls.py::test_the_first_step_has_the_time_of_a_start_and_later_ones_the_limit",

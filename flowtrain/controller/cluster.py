@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -64,6 +65,8 @@ def connected(config: RunConfig) -> Iterator[str | None]:
     if ray.is_initialized():
         yield _dashboard.get()
         return
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # what actors print goes to a file, where colours are rubbish
     with local_ray.quiet():
         session, dashboard = _connect(config)
     outer = _dashboard.set(dashboard)

@@ -110,10 +110,8 @@ class StallWatch:
     def poll(self) -> None:
         """Warn if it is time to; call it often."""
         now_s = self._clock()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self._limits.stall_warning_s
-        if standing := self._standing():
+        if now_s >= self._next_s and (standing := self._standing()):
+            self._next_s = now_s + self._limits.stall_warning_s
             limits = hang_limits(self._limits)
             self._warn(
                 f"no step has ended for {now_s - self._since_s:.0f} s; {'; '.join(standing)}. What hangs is started "

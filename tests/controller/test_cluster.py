@@ -263,6 +263,20 @@ def test_alone_a_local_cluster_starts_and_ends(
     assert not (tmp_path / "session_2026_1").exists(), "Ray's temporary directory goes with the run"
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_actors_print_is_coloured_on_a_terminal_alone(
+    config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "kept")
+    with connected(config):
+        assert os.environ["RAY_COLOR_PREFIX"] == "kept"
+    monkeypatch.delenv("RAY_COLOR_PREFIX")
+    with connected(config):
+        assert os.environ.get("RAY_COLOR_PREFIX") == (None if is_terminal else "0")
+    monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
+
+
 def test_a_named_cluster_is_connected_to(config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with connected(config):

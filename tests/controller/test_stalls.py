@@ -56,8 +56,10 @@ def test_units_that_end_and_nothing_else_is_progress(world: World) -> None:
 
 def test_a_long_step_in_which_everybody_moves_is_no_stall(world: World) -> None:
     world.watch.take(DONE)
-    world.standing = []
+    standing, world.standing = world.standing, []
     assert world.wait(500.0) == 0
+    world.standing = standing
+    assert world.wait(1.0) == 1, "who stands still later is named as soon as it is known"
 
 
 def test_a_backbone_that_began_again_has_the_time_of_a_start_again(world: World) -> None:

@@ -1,6 +1,7 @@
 """How near the simulator is to real runs on two cores: order uncalibrated, error calibrated, peak memory.
 
-python benchmarks/simulator_accuracy.py [--quick] [--only real] [--models-dir DIRECTORY] [--traces DIRECTORY] [--json]
+python benchmarks/simulator_accuracy.py [--quick] [--only real] [--models-dir DIRECTORY] [--traces DIRECTORY]
+    [--profiles DIRECTORY] [--json]
 
 Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone rank; both schedules) trains several
 mixes of samples, every process pinned to its core. A profile is measured first (``flowtrain profile``); each case is
@@ -8,6 +9,8 @@ simulated with its own degrees on it. Calibrated predictions use ``flowtrain cal
 another mix, never on the run that is tested. Peak memory is what the fullest backbone rank's process takes above its
 libraries. Runs use the quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one.
 Exits with 1 if a run fails.
+
+--profiles: profiles are kept there; one that is there is not measured again.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from _simulator_accuracy import CASES, ENDING, MEMORY_ENV, QUICK, WARM_UP, Case,
 
 import flowtrain
 from flowtrain.controller.calibration import calibrate_run
-from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.errors import FlowTrainError
 
 STEPS, QUICK_STEPS = 36, 16
@@ -66,18 +69,22 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def measured_profile(workload: Workload, case: Case, steps: int, directory: Path) -> Profile:
-    """Measure the modules of a model on both cores."""
-    config = config_of(workload, case, "profiled", steps)
-    report = flowtrain.profile(config, devices=2, progress=lambda what: _say(f"measuring {what}"))
-    (directory / "profile.json").write_text(report.profile.to_json())
-    return report.profile
+def measured_profile(workload: Workload, case: Case, steps: int, file: Path) -> Profile:
+    """Return a model's profile from a file; one that is not there is measured on both cores, and written."""
+    if not file.exists():
+        config = config_of(workload, case, "profiled", steps)
+        report = flowtrain.profile(config, devices=2, progress=lambda what: _say(f"measuring {what}"))
+        file.write_text(report.profile.to_json())
+    return read_profile(file)
 
 
-def test_model(label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int) -> list[Tested]:
-    """Run and simulate all cases on all mixes of a model."""
+def test_model(
+    label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, profiles: Path
+) -> list[Tested]:
+    """Run and simulate all cases on all mixes of a model. profiles: the directory of its profile."""
     first = next(iter(workloads.values()))
-    profile = measured_profile(first, cases[0], steps, first.scratch)
+    file = profiles / f"{label}.json"
+    profile = measured_profile(first, cases[0], steps, file)
     tested = []
     for case in cases:
         runs: dict[str, Ran] = {}
@@ -90,16 +97,11 @@ def test_model(label: str, workloads: dict[str, Workload], cases: Sequence[Case]
             others = [other for other in runs if other != mix]
             fitted = None
             if others:
-                calibration = calibrate_run(runs[others[0]].directory, workloads_profile(first)).profile
+                calibration = calibrate_run(runs[others[0]].directory, file).profile
                 fitted = predict(config, case, calibration)
             tested.append(Tested(f"{label}.{case.name}.{mix}", case, runs[mix], predict(config, case, profile), fitted))
             _say_tested(tested[-1])
     return tested
-
-
-def workloads_profile(workload: Workload) -> Path:
-    """The file of a model's profile."""
-    return workload.scratch / "profile.json"
 
 
 def figures_of(tested: Sequence[Tested]) -> list[Figure]:
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="decoder layers that are kept of SmolLM2")
     parser.add_argument("--cases", nargs="+", choices=[each.name for each in CASES], help="default: all")
     parser.add_argument("--steps", type=int, help=f"of each run; by default {STEPS}, or {QUICK_STEPS} with --quick")
+    parser.add_argument("--profiles", type=Path, help="directory that keeps profiles for later calls")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
@@ -167,6 +170,8 @@ def main() -> None:
     names = args.cases or (QUICK if args.quick else [each.name for each in CASES])
     cases = [each for each in CASES if each.name in names]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it
+    if args.profiles is not None:
+        args.profiles.mkdir(parents=True, exist_ok=True)
     tested: list[Tested] = []
     failed = ""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as memory:
@@ -186,7 +191,7 @@ def main() -> None:
         try:
             for each in prepared:
                 mixes = {name: each.workloads[name] for name in (MIXES if args.quick else (*MIXES, FULL))}
-                tested += test_model(each.label, mixes, cases, steps)
+                tested += test_model(each.label, mixes, cases, steps, args.profiles or Path(scratch))
         except FlowTrainError as error:
             failed = f"a run failed: {error}"
         finally:

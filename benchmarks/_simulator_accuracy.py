@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from _modes_runs import Workload
 from _pinned import stay_on
+from shared.memory_trace import LivePeak
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder
+from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.drawn_batches import DrawnBatches
@@ -35,7 +36,9 @@ from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
 
 MEMORY_ENV = "FLOWTRAIN_BENCHMARK_MEMORY"
-"""Names a directory for what ranks took; to be set before Ray starts, whose processes inherit it."""
+"""Names a directory for what ranks count; to be set before Ray starts, whose processes inherit it."""
+COUNTED_STEPS = 4
+"""Of the run that counts memory, which takes more time."""
 WARM_UP, ENDING = 4, 3
 """Steps that are not measured: the encoder works ahead at the start and is idle at the end."""
 
@@ -96,10 +99,9 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Ran:
-    """Of one run. peak_nbytes: of the fullest backbone rank, above what its libraries take."""
+    """Of one run."""
 
     rate: float
-    peak_nbytes: int
     directory: Path
 
 
@@ -144,15 +146,20 @@ def _peak_nbytes(request: Request, candidate: ModeCandidate) -> int:
 
 def run(config: RunConfig, case: Case) -> Ran:
     """Train, and return the rate of the steps in the middle."""
-    memory = _memory_of(config)
-    memory.mkdir()
     apart = case.mode in ("decoupled", "disaggregated")
     classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
     summary = run_training(config, classes=classes)
     lines = list(read_metrics(summary.directory / "metrics.jsonl"))[WARM_UP:-ENDING]
     rate = sum(line["num_samples"] for line in lines) / sum(line["step_time_s"] for line in lines)
-    peaks = [int(file.read_text()) for file in memory.iterdir()]
-    return Ran(float(rate), max(peaks, default=0), summary.directory)
+    return Ran(float(rate), summary.directory)
+
+
+def peak_nbytes(config: RunConfig) -> int:
+    """Train, and return the most bytes of living tensors that a backbone rank had, without those of its reads."""
+    memory = _memory_of(config)
+    memory.mkdir()
+    run_training(config, classes=ActorClasses(backbone=CountingBackbone))
+    return max(int(file.read_text()) for file in memory.iterdir())
 
 
 def _memory_of(config: RunConfig) -> Path:
@@ -168,24 +175,28 @@ class PinnedEncoder(Encoder):
         super().__init__(config, encoder, name, run_id)
 
 
-class _Watched(BackboneRank):
-    """Notes the peak of its process's memory above what it had before the model was built."""
+class CountingBackbone(BackboneRank):
+    """Counts the bytes of its living tensors, from the second step on; the first creates the optimizer's state."""
 
     def __init__(self, config: RunConfig, *args: Any) -> None:
         self._memory = _memory_of(config)
+        self._live = LivePeak()
+        self._live.counts = False
         super().__init__(config, *args)
 
     def start(self, *args: Any) -> Any:
-        self._before = _resident_nbytes()
-        return super().start(*args)
+        with self._live:
+            return super().start(*args)
 
-    def _report(self, *args: Any) -> bool:
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        (self._memory / str(os.getpid())).write_text(str(max(0, peak - self._before)))
-        return super()._report(*args)
+    def _run_unit(self, prefetcher: Prefetcher) -> tuple[int, bool]:
+        with self._live:
+            step, goes_on = super()._run_unit(prefetcher)
+        self._live.counts = True
+        (self._memory / str(os.getpid())).write_text(str(self._live.peak_nbytes))
+        return step, goes_on
 
 
-class PinnedBackbone(_Watched):
+class PinnedBackbone(BackboneRank):
     """A backbone rank on the core of its number."""
 
     def __init__(self, config: RunConfig, rank: int, *args: Any) -> None:
@@ -193,14 +204,9 @@ class PinnedBackbone(_Watched):
         super().__init__(config, rank, *args)
 
 
-class BackboneOnSecond(_Watched):
+class BackboneOnSecond(BackboneRank):
     """A backbone rank on the second core."""
 
     def __init__(self, *args: Any) -> None:
         stay_on(1)
         super().__init__(*args)
-
-
-def _resident_nbytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

@@ -39,7 +39,7 @@ from flowtrain.types.memory import Extent
 from flowtrain.types.messages import EncoderReport, ImageBytes, Lease, LeaseOrder, PartReady
 from flowtrain.types.samples import Rejection, SampleRef
 from flowtrain.types.tracing import TraceOrder
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import LOAD, WAIT_FOR_MODEL, Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class Encoder:
     def run(self, link: CoordinatorLink) -> None:
         """Encode until the coordinator sends stop. Waits without limit: the consumer may be slower."""
         self._link = link
-        self._forwarding.begin("the load of its model", may_last=True)
-        self._leasing.begin("a wait for the model", may_last=True)
+        self._forwarding.begin(LOAD, may_last=True)
+        self._leasing.begin(WAIT_FOR_MODEL, may_last=True)
         self._spans.follow(link)
         torch.set_num_threads(self._settings.num_threads)
         self._family = unchecked_family(self._config)

@@ -25,7 +25,7 @@ from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
 from flowtrain.types.samples import SamplerState
 from flowtrain.types.sources import SourceIndex
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import START, Whereabouts
 
 SEGMENT_KNOB = "pool.feeder_segment_nbytes"
 
@@ -71,7 +71,7 @@ class Feeder:
 
     def run(self, link: CoordinatorLink) -> None:
         """Feed until the coordinator sends stop."""
-        self._diary.begin("the start", may_last=True)
+        self._diary.begin(START, may_last=True)
         expect_many_objects()
         self._spans.follow(link)
         config = self._config

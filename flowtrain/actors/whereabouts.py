@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from flowtrain.observability.files import PRIVATE_DIRECTORY, open_private
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import START, Whereabouts
 
 
 class Diary:
@@ -19,7 +19,7 @@ class Diary:
 
     def __init__(self) -> None:
         self._unit, self._step, self._place = -1, 0, 0
-        self._now: tuple[object, bool, float] = ("the start", False, time.monotonic())
+        self._now: tuple[object, bool, float] = (START, False, time.monotonic())
 
     def begin_unit(self, unit: int, step: int) -> None:
         """Note a unit; what follows is counted from its start."""

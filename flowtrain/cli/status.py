@@ -56,7 +56,9 @@ def _facts(found: RunStatus) -> Iterator[tuple[str, str]]:
     eta = f", about {duration(found.eta_s)} left" if found.eta_s is not None else ""
     yield "step", f"{found.step:,}{of}{eta}"
     if found.step_age_s is not None:
-        yield ("last step" if found.step else "started"), _ago(found.step_age_s)
+        yield "last step", _ago(found.step_age_s)
+    elif found.start_age_s is not None:
+        yield "started", _ago(found.start_age_s)
     elif found.age_s is not None:
         yield "last sign", _ago(found.age_s)
     for said in found.recovering:

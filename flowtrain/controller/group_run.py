@@ -23,7 +23,7 @@ from flowtrain.controller.resume import other_reduction
 from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.stalls import Hang, StallWatch, hang_limits
-from flowtrain.controller.state import Abandon, Restart, Role, RunState, how_lost
+from flowtrain.controller.state import Loss, Restart, Role, RunState, how_lost
 from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import BackboneLost, GroupLost, StopRequested, Watcher
 from flowtrain.controller.worker_group import ActorClasses
@@ -156,11 +156,11 @@ class GroupRun:
         return ranks, producers, stalls
 
     def _new_watcher(self) -> Watcher:
-        def lost(loss: Restart | Abandon) -> None:
-            recorder, role = self._history.recorder, self._actors.roles[loss.name]
-            if isinstance(loss, Restart):  # it may tell of the restart before
+        def lost(loss: Loss) -> None:
+            recorder, role = self._history.recorder, self._actors.roles.get(loss.name, Role.COORDINATOR)
+            recorder.lost(loss.name, role, loss.reason, loss.hung_s, given_up=not isinstance(loss, Restart))
+            if isinstance(loss, Restart):
                 recorder.restarted(loss.name, role, loss.reason, loss.hung_s)
-            recorder.lost(loss.name, role, loss.reason, loss.hung_s, given_up=isinstance(loss, Abandon))
 
         limits, stream = self._config.limits, self._stream
         watcher = Watcher(self._actors, self._state, limits, self._take, stream.note, stream.warn, self._stop, lost)
@@ -286,7 +286,7 @@ class GroupRun:
         self._state.on_backbone_started()
         self._start_backbone()
         self._run_backbone()
-        down_s = self._history.went_back(lost.name, Role.BACKBONE, lost.reason, lost.hung_s)
+        down_s = self._history.went_back()
         self._stream.note(
             f"the backbone runs again after {down_s:.1f} s, from {self._history.start.text}: step "
             f"{self._history.start.step + 1} is next"

@@ -68,8 +68,7 @@ class HangWatch:
     def begin(self) -> None:
         """Note that the backbone has begun, or begun again."""
         self._calls = {}
-        self._progress_s = self._asked_s = self._clock()
-        self._heard_s: dict[str, float] = {}
+        self._progress_s = self._asked_s = self._judged_s = self._clock()
         self._answers: dict[str, Whereabouts] = {}
         self._silent_s: dict[str, float] = {}
 
@@ -100,9 +99,9 @@ class HangWatch:
                 answers[calls[ref]] = ray.get(ref, timeout=0)
             except ray.exceptions.RayError:
                 return  # it has ended, which the watcher sees too
-        self._heard_s.update(dict.fromkeys(answers, now_s))
+        more_s, self._judged_s = self._limits.counted_s(now_s - self._judged_s), now_s
         silent = set(calls.values()) - answers.keys()
-        silent_s = {name: now_s - self._heard_s.get(name, self._progress_s) for name in silent}
+        silent_s = {name: self._silent_s.get(name, 0.0) + more_s for name in silent}
         self._answers, self._silent_s = answers, silent_s
         hang = find_hang(answers, silent_s, self._limits)
         if hang is not None:

@@ -47,7 +47,7 @@ class History:
         self.counts = RestartCounts()
         self._has_gone_back = False
         self._failed_step: int | None = None  # of the snapshot from which a start failed
-        self._lost_s: float | None = None
+        self._loss: tuple[float, str, Role, str, float | None] | None = None
         self._num_again = 0
 
     @property
@@ -79,8 +79,7 @@ class History:
     def lost(self, name: str, role: Role, reason: str, hung_s: float | None) -> None:
         """Tell that an actor was lost for which the run must go back. hung_s: as of ``ActorLost``."""
         self.recorder.lost(name, role, reason, hung_s)
-        if self._lost_s is None:
-            self._lost_s = time.monotonic()
+        self._loss = self._loss or (time.monotonic(), name, role, reason, hung_s)
 
     def blames_snapshot(self, lost: str, reason: str) -> bool:
         """Whether a start that failed would fail by the same snapshot again.
@@ -151,10 +150,11 @@ class History:
         """Step of the last checkpoint before the start; 0: there was none."""
         return _step_of(self.start.checkpoint)
 
-    def went_back(self, name: str, role: Role, reason: str, hung_s: float | None = None) -> float:
-        """Tell that the run goes on; returns the seconds since the loss. Losses meanwhile are part of it."""
-        assert self._lost_s is not None
-        down_s, self._lost_s = time.monotonic() - self._lost_s, None
+    def went_back(self) -> float:
+        """Tell that the run goes on; returns the seconds since the loss. Losses meanwhile are part of the first."""
+        assert self._loss is not None
+        (lost_s, name, role, reason, hung_s), self._loss = self._loss, None
+        down_s = time.monotonic() - lost_s
         num_again, self._num_again = self._num_again, 0
         self.recorder.went_back(name, role, reason, down_s, num_again, hung_s)
         return down_s

@@ -107,6 +107,7 @@ class Recorder:
 
     def lost(self, name: str, role: Role, reason: str, hung_s: float | None, given_up: bool = False) -> None:
         """Record that an actor was lost. hung_s, given_up: as of ``ActorLost``."""
+        self._tell_restart(name)
         self._stream.emit(
             ActorLost(
                 step=self._stream.step,

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 
 from flowtrain.config.emulated import check_resumes
 from flowtrain.config.run import RunConfig
@@ -58,14 +58,14 @@ def run_training(
     Raises FlowTrainError; in any case no actor and no pool memory is left behind.
     """
     assert config.mode != "auto", "a plan decides the mode before a run starts"
-    started, stop, parts = time.monotonic(), StopRequest(), Parts(config)
+    started, stop, parts, has_moved = time.monotonic(), StopRequest(), Parts(config), False
     while True:
         stop.to_grow = False
         try:
             room = parts.room_watch()
             summary = _run_part(parts.now, config, resume, classes, plan, callbacks, started, stop, room)
             if not (stop.ends_to_grow and summary.stopped):
-                return summary
+                return replace(summary, start_step=0) if has_moved else summary  # its time is that of all parts
             parts.grow()
         except StartsAnew as why:
             parts.go_on_after(why)
@@ -74,7 +74,7 @@ def run_training(
                 raise
             parts.go_on_after(error)
         logger.warning("the run goes on from its last checkpoint; data_parallel_size: %s", degrees_text(parts.now))
-        resume = True
+        resume = has_moved = True
 
 
 def _run_part(
@@ -220,10 +220,10 @@ class Controller:
         names = [COORDINATOR, *(spec.name for spec in self._run.specs)]
         worker_group.wait_until_ended(self._config, names, self._config.limits.stop_timeout_s)
         self._history.go_back()
-        return partial(self._runs_again, lost)
+        return self._runs_again
 
-    def _runs_again(self, lost: GroupLost) -> None:
-        down_s = self._history.went_back(lost.name, _role_of(lost), lost.reason, lost.hung_s)
+    def _runs_again(self) -> None:
+        down_s = self._history.went_back()
         self._stream.note(
             f"the run goes on after {down_s:.1f} s, from {self._history.start.text}: step "
             f"{self._history.start.step + 1} is next"

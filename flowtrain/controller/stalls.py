@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.types.events import Event, UnitDone
 
 ROUNDS = 4
 """Actors are asked what they do so many times within the shortest limit."""
+LEAST_ROUND_S = 1.0
+"""The driver looks about so often."""
 MAX_SHOWN = 4
 
 
@@ -37,21 +39,29 @@ class HangLimits:
     @property
     def round_s(self) -> float:
         """From one question to the next."""
-        return min(self.action_s, self.silence_s, self.warning_s) / ROUNDS
+        return max(LEAST_ROUND_S, min(self.action_s, self.silence_s, self.warning_s) / ROUNDS)
 
-    def silent(self, name: str, for_s: float) -> Hang:
-        """Return the hang of an actor that does not answer."""
-        hang = Hang(name, f"it has not answered for {for_s:.0f} s", for_s)
-        if self.silence_s < self.action_s:
-            return replace(hang, what=f"{hang.what}, more than limits.silence_timeout_s allows")
-        return self._in_action(hang)
+    @property
+    def silence_key(self) -> str:
+        """The limit of silence by its key."""
+        return "limits.silence_timeout_s" if self.silence_s < self.action_s else "limits.collective_timeout_s"
+
+    def counted_s(self, since_s: float) -> float:
+        """Return how much of the time since the last look counts as silence.
+
+        If the driver itself was paused, nobody else is blamed for that time.
+        """
+        return min(since_s, 2.0 * self.round_s)
+
+    def silent(self, name: str, for_s: float, starts: bool = False) -> Hang:
+        """Return the hang of an actor that does not answer. starts: it has the time of a start."""
+        key = "limits.start_timeout_s" if starts else self.silence_key
+        return Hang(name, f"it has not answered for {for_s:.0f} s, more than {key} allows", for_s)
 
     def busy(self, name: str, action: str, for_s: float) -> Hang:
         """Return the hang of an actor that is in one action for too long."""
-        return self._in_action(Hang(name, f"it has been in {action} for {for_s:.0f} s", for_s))
-
-    def _in_action(self, hang: Hang) -> Hang:
-        return replace(hang, what=f"{hang.what}, more than limits.collective_timeout_s allows")
+        what = f"it has been in {action} for {for_s:.0f} s, more than limits.collective_timeout_s allows"
+        return Hang(name, what, for_s)
 
 
 def hang_limits(limits: LimitsConfig) -> HangLimits:
@@ -115,8 +125,9 @@ class StallWatch:
             limits = hang_limits(self._limits)
             self._warn(
                 f"no step has ended for {now_s - self._since_s:.0f} s; {'; '.join(standing)}. What hangs is started "
-                f"again: after {limits.silence_s:g} s without an answer (limits.silence_timeout_s), or after "
-                f"{limits.action_s:g} s in one action (limits.collective_timeout_s)"
+                f"again: after {limits.silence_s:g} s without an answer ({limits.silence_key}), or after "
+                f"{limits.action_s:g} s in one action (limits.collective_timeout_s); a wait for data ends the run "
+                f"after {self._limits.stall_timeout_s:g} s (limits.stall_timeout_s)"
             )
 
 

@@ -103,12 +103,23 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class LastLoss:
+    """The loss of an actor after which the run cannot go on. reason, hung_s: as of ``Restart``."""
+
+    name: str
+    reason: str
+    hung_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Fail:
-    """End the run with this error."""
+    """End the run with this error. loss: its cause, if that is the loss of an actor."""
 
     error: FlowTrainError
+    loss: LastLoss | None = field(default=None, compare=False)
 
 
+Loss = Restart | Abandon | LastLoss
 Decision = Restart | RestartBackbone | RestartAll | Abandon | RequestStop | Finish | Fail
 
 
@@ -249,11 +260,13 @@ class RunState:
             return self._fail(error)
         return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))
 
-    def on_coordinator_lost(self, reason: str) -> list[Decision]:
-        """The coordinator died, and with it all knowledge of where data is."""
+    def on_coordinator_lost(self, reason: str, hung_s: float | None = None) -> list[Decision]:
+        """The coordinator is lost, and with it all knowledge of where data is. hung_s: as of ``Restart``."""
+        name = Role.COORDINATOR.value
         if self.may_lose_coordinator:
-            return self._restart_all(Role.COORDINATOR.value, reason)
-        return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
+            return self._restart_all(name, reason, hung_s)
+        error = WorkerLostError(f"the coordinator {how_lost(hung_s)} ({reason}); start again with --resume")
+        return self._fail(error, LastLoss(name, reason, hung_s))
 
     def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:
         """Samples were quarantined; the run fails when their share passes the limit."""
@@ -299,38 +312,39 @@ class RunState:
         if self._is_backbone_down:
             return []  # the others go with the first
         lost = f"{name} {how_lost(hung_s)} ({reason}); its gradients are lost"
+        last = LastLoss(name, reason, hung_s)
         way_out = "Start again with --resume to go on from the last checkpoint"
         if self.may_start_again:
             return self._restart_all(name, reason, hung_s)
         if not self._backbone_runs or not self._max_backbone_restarts:
-            return self._fail(WorkerLostError(f"{lost}. {way_out}"))
+            return self._fail(WorkerLostError(f"{lost}. {way_out}"), last)
         if self._counts.backbone >= self._max_backbone_restarts:
             limit = f"limits.max_backbone_restarts is {self._max_backbone_restarts}"
-            return self._fail(WorkerLostError(f"{lost}, and {limit}. {way_out}"))
+            return self._fail(WorkerLostError(f"{lost}, and {limit}. {way_out}"), last)
         self._counts.backbone += 1
         if self._has_producers_ended:  # they would be needed again
             if self._may_be_lost:
                 return self._restart_all(name, reason, hung_s)
-            return self._fail(WorkerLostError(f"{lost}. {way_out}"))
+            return self._fail(WorkerLostError(f"{lost}. {way_out}"), last)
         self._is_backbone_down = True
         return [RestartBackbone(name, reason, hung_s)]
 
     def _lose(self, lost: Abandon, what: str) -> list[Decision]:
         """A producer does not come back; other encoders do its work if their memory suffices."""
-        name = lost.name
+        name, last = lost.name, LastLoss(lost.name, lost.reason, lost.hung_s)
         others = [other for other, role in self._running.items() if role is Role.ENCODER and other != name]
         way_out = "look at its log, then start again with --resume"
         if self._running[name] is not Role.ENCODER or not others:
-            return self._fail(WorkerLostError(f"{what}; {way_out}"))
+            return self._fail(WorkerLostError(f"{what}; {way_out}"), last)
         shortage = self._shortage(others)
         if shortage is not None:
-            return self._fail(WorkerLostError(f"{what}, and without its memory {shortage}; {way_out}"))
+            return self._fail(WorkerLostError(f"{what}, and without its memory {shortage}; {way_out}"), last)
         del self._running[name]
         return [lost]
 
     def _has(self, role: Role) -> bool:
         return role in self._running.values()
 
-    def _fail(self, error: FlowTrainError) -> list[Decision]:
+    def _fail(self, error: FlowTrainError, loss: LastLoss | None = None) -> list[Decision]:
         self.phase = Phase.FAILED
-        return [Fail(error)]
+        return [Fail(error, loss)]

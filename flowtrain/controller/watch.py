@@ -18,6 +18,7 @@ from flowtrain.controller.state import (
     Abandon,
     Decision,
     Fail,
+    Loss,
     Phase,
     RequestStop,
     Restart,
@@ -66,7 +67,7 @@ class Watcher:
     """Waits for the next event of any actor, in one thread; it never waits for one actor alone.
 
     take: receives every event of the coordinator, in order. note, warn: show a line to the user. stop: set when the
-    user asks for the end. lost: receives each producer's loss, once a new one was asked for or it is given up.
+    user asks for the end. lost: receives each loss of a producer, and one that ends the run, before it is acted on.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Watcher:
         note: Callable[[str], None],
         warn: Callable[[str], None],
         stop: StopRequest,
-        lost: Callable[[Restart | Abandon], None] = lambda loss: None,
+        lost: Callable[[Loss], None] = lambda loss: None,
     ) -> None:
         self._actors = actors
         self._state = state
@@ -199,7 +200,7 @@ class Watcher:
         elif self._was_answered and time.monotonic() - self._asked_s > self._limits.coordinator_timeout_s:
             limit_s = self._limits.coordinator_timeout_s
             silent = f"it has not answered within limits.coordinator_timeout_s ({limit_s:g} s)"
-            self._perform(self._state.on_coordinator_lost(silent))
+            self._perform(self._state.on_coordinator_lost(silent, limit_s))
         self.on_turn()
         if (left_s := self._grace_left_s) is not None and left_s <= 0:
             raise GraceOver
@@ -252,10 +253,10 @@ class Watcher:
         for decision in decisions:
             if isinstance(decision, Restart):
                 self._warn(_restart_text(decision))
+                self._tell_lost(decision)
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
-                self._tell_lost(decision)
             elif isinstance(decision, RestartBackbone | RestartAll):
                 self._lost = decision
             elif isinstance(decision, Abandon):
@@ -263,13 +264,15 @@ class Watcher:
                     f"{decision.name} {how_lost(decision.hung_s)} ({decision.reason}), once more than "
                     "limits.max_encoder_restarts allows; it is given up, and the other encoders do its work"
                 )
+                self._tell_lost(decision)
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name, for_good=True)
                 self._actors.give_up(decision.name)
-                self._tell_lost(decision)
             elif isinstance(decision, RequestStop):
                 self._actors.link.ask(CoordinatorApi.request_stop)
             elif isinstance(decision, Fail):
                 self._error = self._error or decision.error
+                if decision.loss is not None:
+                    self._tell_lost(decision.loss)
 
     def _raise_error(self) -> None:
         if self._error is not None:

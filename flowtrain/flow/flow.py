@@ -117,6 +117,8 @@ class Flow:
         index = self.members.index_of(name)
         if index is not None:
             self._owner_lost(index, for_good)
+        if not for_good:
+            self.trace.missing(name)
 
     def _owner_lost(self, owner: int, for_good: bool) -> None:
         if self.members.is_living(owner):

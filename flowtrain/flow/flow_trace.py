@@ -83,6 +83,10 @@ class FlowTrace:
         if self.is_on:
             self._log.counters((Counter(name, "pool dram", now_s, {"used bytes": 0.0, "free bytes": 0.0}),))
 
+    def missing(self, name: str) -> None:
+        """Note that a process is started again; it may not have joined before."""
+        self._lost_s[name] = self._log.now_s
+
     def joined(self, name: str) -> None:
         """Note that a process has joined; one that was lost is back with it, which is an event too."""
         if (lost_s := self._lost_s.pop(name, None)) is not None:

@@ -47,7 +47,7 @@ class Callback:
         """An actor died or hangs."""
 
     def on_restart(self, event: Restarted) -> None:
-        """A lost actor was started again, and works."""
+        """A lost actor was started again; it works if ``down_s`` is known."""
 
     def on_quarantine(self, event: Quarantined) -> None:
         """A sample was rejected."""

@@ -111,7 +111,7 @@ class CheckpointFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLost:
-    """An actor died or hangs. It is started again, which ``Restarted`` tells, or given up, or the run ends."""
+    """An actor died or hangs. It is started again, which ``Restarted`` tells, or given up."""
 
     step: int
     role: str
@@ -120,13 +120,14 @@ class ActorLost:
     hung_s: float | None
     """Seconds that it had hung when it was noticed; None: it died."""
     given_up: bool = False
-    """Whether it does not come back; the other encoders do its work."""
+    """Whether it is not started again: other encoders do its work, or the run ends."""
     timestamp: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """A lost actor was started again. The event comes once the new one works or is lost too, or the run ends."""
+    """A lost actor was started again. The event comes once the new one works; at the latest when it is lost too, when
+    all actors start again, or when the run ends."""
 
     step: int
     role: str
@@ -136,7 +137,7 @@ class Restarted:
     hung_s: float | None = None
     """As of ``ActorLost``."""
     down_s: float | None = None
-    """Seconds from the notice of its loss until the new one worked; None: it did not."""
+    """Seconds from the notice of its loss until the new one worked; None: it is not known to have worked."""
     steps_again: int = 0
     """Steps that were done and are done again: of a backbone, those after its checkpoint."""
     timestamp: float = field(default_factory=time.time)

@@ -7,6 +7,10 @@ from flowtrain.types.wire import message
 WAIT_FOR_DATA = "a wait for data"
 """What a rank is in until its producers have made what it needs."""
 
+START, LOAD, WAIT_FOR_MODEL = "the start", "the load of its model", "a wait for the model"
+STARTS = frozenset({START, LOAD, WAIT_FOR_MODEL})
+"""What a process is in before its work."""
+
 
 @message
 class Whereabouts:

@@ -118,6 +118,12 @@ def test_a_stopped_rank_is_found_by_its_silence(world: World) -> None:
     assert hang.name == "rank-1" and "has not answered" in hang.what and world.dumped == ["rank-0"]
 
 
+def test_the_time_that_the_driver_was_paused_is_not_counted(world: World) -> None:
+    world.wait(100 * LIMIT_S)
+    world.wait(ANSWER_S + 1.0)
+    assert set(world.asked) == {"rank-0", "rank-1"} and not world.found
+
+
 def test_a_rank_that_died_is_the_watchers_business(world: World) -> None:
     world.wait(ROUND_S)
     world.asked["rank-0"].finish(died())
@@ -142,6 +148,6 @@ def test_what_stands_still_is_known_before_it_hangs(world: World) -> None:
     world.asked["rank-0"].finish(at(0, 5, 500.0, may_last=True))
     for _ in range(4):
         world.wait(ANSWER_S + 1.0)
-    assert world.watch.standing() == ["rank-1: no answer for 44 s"], "a checkpoint or an answer has another limit"
+    assert world.watch.standing() == ["rank-1: no answer for 40 s"], "a checkpoint or an answer has another limit"
     world.watch.begin()
     assert not world.watch.standing()

@@ -10,6 +10,7 @@ import pytest
 from flowtrain.controller import history
 from flowtrain.controller.history import History
 from flowtrain.controller.resume import ResumePoint
+from flowtrain.controller.state import Role
 from flowtrain.errors import RunFileError
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.types.events import SnapshotKept
@@ -45,6 +46,7 @@ class World:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checkpoint, self.disk_error = 0, None  # type: ignore[var-annotated]
         self.rewound: list[int] = []
+        self.told: list[tuple[object, ...]] = []
         self.keepers = FakeKeepers()
         recorder = SimpleNamespace(
             take=lambda event: None,
@@ -52,6 +54,8 @@ class World:
             flush=self._flush,
             ended_step=6,
             rewind=lambda step, consumed: self.rewound.append(step) or 20 - step,
+            lost=lambda *loss: self.told.append(loss),
+            went_back=lambda name, role, reason, down_s, *rest: self.told.append((name, role, reason, *rest)),
         )
         costs = SimpleNamespace(in_use="the cost", rewind=lambda cost: None)
         committer = SimpleNamespace(gradient_reduction="step", forget_incomplete=lambda: None)
@@ -129,3 +133,19 @@ def test_a_snapshot_that_the_files_do_not_reach_is_not_used(world: World, caplog
     world.history.go_back()
     assert world.history.start.origin == StateOrigin(checkpoint="step")
     assert "the snapshot of step 6 is not used: No space left" in caplog.text
+
+
+def test_losses_while_it_recovers_are_part_of_the_first(world: World) -> None:
+    world.history.lost("backbone-0", Role.BACKBONE, "silent", 600.0)
+    world.history.go_back()
+    world.history.lost("coordinator", Role.COORDINATOR, "killed", None)
+    world.history.go_back()
+    assert world.history.went_back() >= 0.0
+    assert world.told == [
+        ("backbone-0", Role.BACKBONE, "silent", 600.0),
+        ("coordinator", Role.COORDINATOR, "killed", None),
+        ("backbone-0", Role.BACKBONE, "silent", sum(20 - step for step in world.rewound), 600.0),
+    ]
+    world.history.lost("coordinator", Role.COORDINATOR, "killed again", None)
+    world.history.went_back()
+    assert world.told[-1] == ("coordinator", Role.COORDINATOR, "killed again", 0, None)

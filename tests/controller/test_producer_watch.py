@@ -13,10 +13,10 @@ from flowtrain.actors.whereabouts import longest
 from flowtrain.controller.producer_watch import ProducerWatch, is_stuck
 from flowtrain.controller.stalls import ROUNDS, Hang, HangLimits
 from flowtrain.controller.state import Role
-from flowtrain.types.whereabouts import Whereabouts
+from flowtrain.types.whereabouts import LOAD, START, WAIT_FOR_MODEL, Whereabouts
 from tests.controller.fake_ray import FakeRay, Ref, died
 
-LIMIT_S, START_LIMIT_S = 100.0, 90.0
+LIMIT_S, START_LIMIT_S = 100.0, 100.0
 LIMITS = HangLimits(action_s=LIMIT_S, silence_s=60.0, warning_s=40.0)
 ROUND_S = LIMITS.round_s
 
@@ -106,6 +106,29 @@ def test_one_that_loads_its_model_has_the_time_of_a_start(world: World) -> None:
         assert not world.found
     world.wait()
     assert {hang.name for hang in world.found} == {"encoder-0", "feeder-0"}
+
+
+@pytest.mark.parametrize("what", [LOAD, WAIT_FOR_MODEL, START])
+def test_one_that_said_that_it_loads_has_it_too(world: World, what: str) -> None:
+    world.wait()
+    world.wait(encoder=doing(1.0, True, what), feeder=doing(0.0, True))
+    for _ in range(int(START_LIMIT_S / ROUND_S)):
+        assert not world.found
+        world.wait(feeder=doing(0.0, True))
+    assert [hang.what for hang in world.found] == [
+        "it has not answered for 100 s, more than limits.start_timeout_s allows"
+    ]
+
+
+def test_one_that_is_gone_does_not_stand_still(world: World) -> None:
+    world.wait()
+    world.wait(encoder=doing(0.0), feeder=doing(0.0))
+    for _ in range(5):
+        world.wait(encoder=doing(0.0))
+    assert world.watch.standing() == ["feeder-0: no answer for 50 s"]
+    world.runs.pop(next(ref for ref, name in world.runs.items() if name == "feeder-0"))
+    world.wait(encoder=doing(0.0))
+    assert not world.watch.standing()
 
 
 def test_the_time_that_the_driver_was_paused_is_not_counted(world: World) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowtrain.config.flow import LimitsConfig
-from flowtrain.controller.stalls import ROUNDS, StallWatch, hang_limits, standing_text
+from flowtrain.controller.stalls import LEAST_ROUND_S, ROUNDS, StallWatch, hang_limits, standing_text
 from flowtrain.types.events import CheckpointWritten, UnitDone
 
 LIMITS = LimitsConfig(stall_warning_s=60.0, start_timeout_s=300.0)
@@ -74,6 +74,12 @@ def test_actors_in_the_same_are_one_text() -> None:
         "encoder-0: no answer for 61 s",
         "rank-0, rank-1, rank-2, rank-3 and 2 more: in a wait for data for 65 s",
     ]
+
+
+def test_a_small_limit_asks_no_more_often_than_the_driver_looks() -> None:
+    limits = hang_limits(LimitsConfig(stall_warning_s=0.1))
+    assert limits.round_s == LEAST_ROUND_S and limits.counted_s(1.5) == 1.5
+    assert limits.counted_s(500.0) == 2.0 * limits.round_s, "the driver was paused"
 
 
 @pytest.mark.parametrize(("silence_s", "named"), [(5.0, "silence_timeout_s"), (50.0, "collective_timeout_s")])

@@ -14,6 +14,7 @@ from flowtrain.controller.state import (
     Decision,
     Fail,
     Finish,
+    LastLoss,
     Phase,
     RequestStop,
     Restart,
@@ -278,7 +279,9 @@ def test_a_producer_that_hangs_is_started_again_as_one_that_died(name: str) -> N
     assert restart == Restart(name) and isinstance(restart, Restart)
     assert (restart.hung_s, restart.reason) == (9.0, "it has not answered for 9 s")
     assert state.on_died(name, "killed") == [Restart(name)]
-    error = failure(RunState({name: ACTORS[name]}, 0, 0.1).on_hung(name, "the forward of batch 3", 9.0))
+    decisions = RunState({name: ACTORS[name]}, 0, 0.1).on_hung(name, "the forward of batch 3", 9.0)
+    assert isinstance(decisions[0], Fail) and decisions[0].loss == LastLoss(name, "the forward of batch 3", 9.0)
+    error = failure(decisions)
     assert f"{name} died or hung 1 times (the forward of batch 3), limits.max_encoder_restarts is 0" in str(error)
 
 

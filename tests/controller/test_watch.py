@@ -12,7 +12,7 @@ from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller import watch
 from flowtrain.controller.signals import StopRequest
 from flowtrain.controller.stalls import Hang
-from flowtrain.controller.state import Abandon, Restart, Role, RunState
+from flowtrain.controller.state import Abandon, LastLoss, Loss, Restart, Role, RunState
 from flowtrain.controller.watch import BackboneLost, GraceOver, GroupLost, StopRequested, Watcher
 from flowtrain.errors import (
     CheckpointError,
@@ -47,7 +47,7 @@ class World:
         self.taken: list[Event] = []
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        self.lost: list[Restart | Abandon] = []
+        self.lost: list[Loss] = []
         self.take: Callable[[Event], None] = self.taken.append
         self.state = RunState(
             roles,
@@ -160,6 +160,7 @@ def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:
     death = world.finish("feeder-0", value=died("Worker exits."))
     with pytest.raises(WorkerLostError, match=r"feeder-0 died 2 times \(Worker exits\)"):
         world.until_end(death, death)
+    assert world.lost == [Restart("feeder-0"), LastLoss("feeder-0", "Worker exits")], "also the one that ends the run"
 
 
 def test_an_encoder_that_is_given_up_is_lost_for_good_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

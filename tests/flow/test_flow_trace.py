@@ -106,6 +106,25 @@ def test_a_restart_is_a_span_from_the_death_to_the_new_process() -> None:
     assert recorded(flow) == ([], []), "a first start is no restart"
 
 
+def rejoined(flow: Flow) -> list[str]:
+    return [event.name for event in flow.log.take() if isinstance(event, Rejoined)]
+
+
+def test_a_process_that_was_lost_before_it_joined_is_back_when_it_joins() -> None:
+    flow = build_flow(dp_size=1)
+    flow.process_lost("encoder-0")
+    assert rejoined(flow) == []
+    flow.join("encoder-0", "node")
+    assert rejoined(flow) == ["encoder-0"]
+    flow.process_lost("encoder-0")
+    flow.process_lost("encoder-0")  # its successor, which has not joined
+    flow.join("encoder-0", "node")
+    assert rejoined(flow) == ["encoder-0"], "once, after the last loss"
+    flow.process_lost("encoder-1", for_good=True)
+    flow.join("encoder-1", "node")
+    assert rejoined(flow) == []
+
+
 def test_a_process_that_is_given_up_is_shown() -> None:
     flow = build_flow(trace_steps=3, dp_size=1)
     joined(flow)

@@ -137,7 +137,11 @@ def test_numbers_leave_out_the_first_step_of_each_start(directory: Path) -> None
             event("restart", 20, 20.5, role="feeder", name="feeder-0", reason="silent", hung_s=2.0, down_s=0.1),
             [19, 20, 21],
         ),
-        (event("restart", 20, 20.01, role="backbone", name="rank", reason="killed", down_s=0.02), [21]),
+        (event("restart", 20, 20.0, role="backbone", name="rank", reason="", hung_s=None, down_s=0.5), [20, 21]),
+        (
+            event("restart", 20, 20.5, role="backbone", name="rank", reason="earlier version", down_s=0.5),
+            [20, 21],
+        ),
         (event("restart", 60, 90.0, role="coordinator", name="coordinator", reason="killed", down_s=2.0), []),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def directory(tmp_path: Path) -> Path:
 
 def test_a_run_that_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
+    os.utime(directory / "plan.yaml", (START_S, START_S))
     events = [
         started(num_steps=100),
         event("evaluation", 50, 50.0, name="shapes", loss=2.5),
@@ -36,7 +38,7 @@ def test_a_run_that_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found.eta_s == pytest.approx(40.0), "at a step a second"
     assert found.eval_losses == {"shapes": 2.5} and found.checkpoint_step == 50 and found.num_restarts == 1
     assert found.warnings == tuple(Said(f"warning {number}", 20.0) for number in (2, 3, 4))
-    assert found.step_age_s == 10.0 and found.recovering == ()
+    assert found.step_age_s == 10.0 and found.start_age_s == 70.0 and found.recovering == ()
     assert found.pool_bound_nbytes == 2 * 16_777_216 + 20_055_438
     assert found.tokens_per_s is not None and 1000 < found.tokens_per_s < 2000
     record = found.as_record()
@@ -96,19 +98,38 @@ def back(name: str, time_s: float) -> dict[str, Any]:
         ([lost("encoder-0", 61.0)], ["encoder-0"]),
         ([lost("encoder-0", 61.0), back("encoder-0", 62.0)], []),
         ([lost("encoder-0", 61.0), back("encoder-0", 62.0), lost("encoder-0", 63.0)], ["encoder-0"]),
-        ([lost("encoder-0", 61.0, given_up=True)], []),
+        ([lost("encoder-0", 60.5), lost("encoder-0", 61.0, given_up=True)], []),
+        ([lost("encoder-0", -1.0)], []),
+        ([lost("encoder-0", 61.0), started()], ["encoder-0"]),
         (
             [lost("encoder-0", 61.0), lost("backbone-0", 62.0), lost("coordinator", 63.0), back("backbone-0", 64.0)],
             ["encoder-0"],
         ),
-        ([lost("encoder-0", 61.0), started(resumed_from=60)], []),
     ],
 )
 def test_actors_that_do_not_work_again_yet_are_named(
     directory: Path, monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]], missing: list[str]
 ) -> None:
     monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
+    os.utime(directory / "plan.yaml", (START_S, START_S))
     write_lines(directory / "events.jsonl", [started(num_steps=100), *events])
     found = status_of(directory, now=START_S + 70.0)
     assert [said.text for said in found.recovering] == [f"{name}: killed" for name in missing]
     assert all(said.age_s is not None and 5.0 < said.age_s < 10.0 for said in found.recovering)
+
+
+def test_while_a_resume_starts_the_last_step_is_not_its_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
+    os.utime(directory / "plan.yaml", (START_S + 100.0, START_S + 100.0))
+    found = status_of(directory, now=START_S + 130.0)
+    assert (found.state, found.step, found.step_age_s, found.start_age_s) == (State.RUNNING, 60, None, 30.0)
+
+
+def test_rates_of_a_run_that_loses_actors_all_the_time_are_recent(directory: Path) -> None:
+    down = {"role": "encoder", "name": "encoder-0", "reason": "killed"}
+    write_lines(directory / "events.jsonl", [started(), event("restart", 5, 5.0, down_s=900.0, **down)])
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    records += [{**records[-1], "step": step, "timestamp": START_S + step, "mfu": 0.01} for step in range(61, 161)]
+    write_lines(directory / "metrics.jsonl", records)
+    found = status_of(directory)
+    assert found.mfu == pytest.approx(0.01) and found.num_recent == status.RECENT_STEPS

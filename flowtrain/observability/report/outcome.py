@@ -226,16 +226,22 @@ def disturbed_steps(run: RunData) -> npt.NDArray[np.bool_]:
     found = np.zeros(len(run.steps), bool)
     if not np.isfinite(ends).all():
         return found
-    begins = ends - np.nan_to_num(run.steps["step_time_s"])
+    if not len(ends):
+        return found
+    # From one end to the next: emulated step times are not those of the clock.
+    begins = np.concatenate(([ends[0] - np.nan_to_num(run.steps["step_time_s"][0])], ends[:-1]))
     for event in (*run.of_kind("lost"), *run.of_kind("restart")):
         noticed_s, hung_s, down_s = (as_number(event.get(key)) for key in ("timestamp", "hung_s", "down_s"))
         if not math.isfinite(noticed_s):
             continue
+        is_of_all = event.get("event") == "restart" and event.get("role") in BACKBONE_ROLES
+        if is_of_all and "hung_s" not in event:  # earlier versions gave the time at which all ran again
+            noticed_s -= np.nan_to_num(down_s)
         until_s = noticed_s + np.nan_to_num(down_s)
         first = int(np.searchsorted(ends, noticed_s - np.nan_to_num(hung_s)))
         last = int(np.searchsorted(begins, until_s, side="right"))
         found[first:last] = True
-        if event.get("event") == "restart" and event.get("role") in BACKBONE_ROLES:
+        if is_of_all:
             after = int(np.searchsorted(ends, until_s))
             found[after : after + 1] = True
     return found

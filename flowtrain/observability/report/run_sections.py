@@ -278,7 +278,7 @@ def _restart_text(event: Record) -> str:
     parts = [f"{as_text(event.get('name'))}: {as_text(event.get('reason'))}"]
     if math.isfinite(hung_s):
         parts.append(f"noticed after {duration(hung_s)}")
-    parts.append(f"worked again after {duration(down_s)}" if math.isfinite(down_s) else "did not work again")
+    parts.append(f"worked again after {duration(down_s)}" if math.isfinite(down_s) else "not known to have worked")
     if again := as_count(event.get("steps_again")):
         parts.append(f"{counted(again, 'step')} done again")
     return "; ".join(parts)
@@ -341,5 +341,7 @@ def steady_note(run: RunData) -> str:
     """Return over which steps rates and shares are."""
     count = int(steady_steps(run).sum())
     lost = int(disturbed_steps(run).sum())
-    also = f", and {counted(lost, 'step')} in which a process was lost or came back" if lost else ""
+    if count == len(run.steps) > 0:
+        return f"Rates and shares are over all {counted(count, 'step')}."
+    also = f", and {counted(lost, 'step')} during which a process was missing" if lost else ""
     return f"Rates and shares are over {counted(count, 'step')}: all but the first of each start{also}."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flowtrain.observability.report.outcome import (
     BACKBONE_ROLES,
@@ -55,7 +56,9 @@ class RunStatus:
     age_s: float | None
     """Since the last step or event."""
     step_age_s: float | None
-    """Since the last step, or the start if that was later; None unless it runs."""
+    """Since the last step of this start; None before it, and unless it runs."""
+    start_age_s: float | None
+    """Since the start; None unless it runs."""
     recovering: tuple[Said, ...]
     """Actors that were lost and do not work again yet, each with the reason; empty unless it runs."""
     eta_s: float | None
@@ -107,7 +110,7 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
     run = read_run(root, last_nbytes=TAIL_NBYTES)
     outcome = outcome_of(run, now)
     steps = run.steps
-    recent = np.flatnonzero(steady_steps(run))[-RECENT_STEPS:]
+    recent = _recent_steps(run)
     time_s = steps["step_time_s"][recent]
     blocked = ratio(steps["blocked_s"][recent], time_s) if run.num_encoders else None
     seconds_a_step = _pace(run)
@@ -123,7 +126,8 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
         step=outcome.step,
         num_steps=outcome.num_steps,
         age_s=max(0.0, now - outcome.last_s) if outcome.last_s is not None else None,
-        step_age_s=_step_age(run, now) if is_running else None,
+        step_age_s=_since(now, run.steps.last("timestamp"), run.opened_s) if is_running else None,
+        start_age_s=_since(now, run.opened_s) if is_running else None,
         recovering=tuple(_recovering(run, now)) if is_running else (),
         eta_s=left * seconds_a_step if is_running and left is not None and seconds_a_step is not None else None,
         loss=steps.last("loss"),
@@ -152,21 +156,29 @@ def _age(event: Record, now: float) -> float | None:
     return max(0.0, now - time_s) if math.isfinite(time_s) else None
 
 
-def _step_age(run: RunData, now: float) -> float | None:
-    """Return the seconds since the last step, or since the start if that was later."""
-    times = [*map(event_time, run.of_kind("run_started")[-1:]), run.steps.last("timestamp") or math.nan]
-    last_s = max((each for each in times if math.isfinite(each)), default=None)
-    return max(0.0, now - last_s) if last_s is not None else None
+def _recent_steps(run: RunData) -> npt.NDArray[np.intp]:
+    """Return which of the last steps rates are over: of a run that loses actors all the time, as they are."""
+    steady = np.flatnonzero(steady_steps(run))
+    recent = steady[steady >= len(run.steps) - 3 * RECENT_STEPS][-RECENT_STEPS:]
+    return recent if len(recent) else np.arange(len(run.steps))[-RECENT_STEPS:]
+
+
+def _since(now: float, time_s: float | None, not_before_s: float | None = None) -> float | None:
+    """Return the seconds since a time; None if it is not known, or before another one."""
+    if time_s is None or (not_before_s is not None and time_s < not_before_s):
+        return None
+    return max(0.0, now - time_s)
 
 
 def _recovering(run: RunData, now: float) -> Iterator[Said]:
     """Yield the actors of this start that were lost, and of which no event says that they work again."""
     lost: dict[str, Record] = {}
+    since_s = -math.inf if run.opened_s is None else run.opened_s
     for event in run.events:
         kind, name = event.get("event"), as_text(event.get("name"))
-        if kind in ("run_started", "run_ended"):
-            lost.clear()
-        elif kind == "lost" and not event.get("given_up"):
+        if kind == "lost" and event.get("given_up"):
+            lost.pop(name, None)
+        elif kind == "lost" and event_time(event) >= since_s:  # else the process of an earlier start
             lost[name] = event
         elif kind == "restart" and event.get("role") in BACKBONE_ROLES:  # all its ranks started again
             lost = {other: each for other, each in lost.items() if each.get("role") not in BACKBONE_ROLES}

@@ -37,8 +37,8 @@ from flowtrain.types.run_plan import Mode
 
 MEMORY_ENV = "FLOWTRAIN_BENCHMARK_MEMORY"
 """Names a directory for what ranks count; to be set before Ray starts, whose processes inherit it."""
-COUNTED_STEPS = 4
-"""Of the run that counts memory, which takes more time."""
+COUNTED_STEPS = 10
+"""Of the run that counts memory, which takes more time; enough for a microbatch that is nearly full."""
 WARM_UP, ENDING = 4, 3
 """Steps that are not measured: the encoder works ahead at the start and is idle at the end."""
 

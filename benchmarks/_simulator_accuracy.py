@@ -88,16 +88,6 @@ QUICK = ("decoupled", "colocated_dp2", "monolithic_dp2", "monolithic_pp2", "llm_
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """Of one case."""
-
-    rate: float
-    """Samples/s."""
-    peak_nbytes: int
-    """Of the fullest backbone rank."""
-
-
-@dataclass(frozen=True)
 class Ran:
     """Of one run."""
 
@@ -119,29 +109,35 @@ def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfi
     return load_config(workload.config_file(), [*changes, *case.changes])
 
 
-def predict(config: RunConfig, case: Case, profile: Profile) -> Predicted:
-    """What the simulator says of the configured degrees, with the host's work."""
+def predicted_rate(config: RunConfig, case: Case, profile: Profile) -> float:
+    """Return the samples/s that the simulator gives the configured degrees, with the host's work."""
+    at, candidate, device = _asked(config, case, profile)
+    times_of = device_times(config, OperatorRules.of(config.costs), profile)
+    surrogate = surrogates(times_of)(at)
+    batches = DrawnBatches.draw(at.workload, scheduler=config.step_scheduler)
+    slowdown, _ = slowdown_of(at, surrogate, device)
+    run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
+    return at.workload.global_batch_size / run.step_s
+
+
+def predicted_peak(config: RunConfig, case: Case) -> int:
+    """Return the predicted bytes of the fullest backbone rank; no measured time changes them."""
+    at, candidate, _ = _asked(config, case, None)
+    if candidate.mode == "monolithic":
+        return monolithic.memory(at, candidate.backbone, candidate.encoder_layers or "first").peak
+    return at.backbone_memory(candidate.backbone).peak
+
+
+def _asked(config: RunConfig, case: Case, profile: Profile | None) -> tuple[Request, ModeCandidate, str]:
+    """Return the request, the configured degrees as a candidate, and the type of the devices."""
     planned = planned_run(config)
     cluster = cluster_of(AskedDevices(devices=2), planned, profile)
-    request = request_of(planned, cluster, profile)
-    times_of = device_times(config, OperatorRules.of(config.costs), profile)
     (device,) = cluster.device_types
     backbone = Candidate(BACKBONE, device.name, case.degrees, gradient_reduction="step")
     encoders = {"vision": Candidate("vision", device.name, Degrees(dp=case.num_encoders))} if case.num_encoders else {}
     place = config.pipeline.encoder_layers if case.mode == "monolithic" else None
     candidate = ModeCandidate(case.mode, backbone, encoders, encoder_layers=place, devices=2)
-    at = request.of(backbone)
-    surrogate = surrogates(times_of)(at)
-    batches = DrawnBatches.draw(at.workload, scheduler=config.step_scheduler)
-    slowdown, _ = slowdown_of(at, surrogate, device.name)
-    run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
-    return Predicted(at.workload.global_batch_size / run.step_s, _peak_nbytes(at, candidate))
-
-
-def _peak_nbytes(request: Request, candidate: ModeCandidate) -> int:
-    if candidate.mode == "monolithic":
-        return monolithic.memory(request, candidate.backbone, candidate.encoder_layers or "first").peak
-    return request.backbone_memory(candidate.backbone).peak
+    return request_of(planned, cluster, profile).of(backbone), candidate, device.name
 
 
 def run(config: RunConfig, case: Case) -> Ran:
@@ -154,7 +150,7 @@ def run(config: RunConfig, case: Case) -> Ran:
     return Ran(float(rate), summary.directory)
 
 
-def peak_nbytes(config: RunConfig) -> int:
+def counted_peak(config: RunConfig) -> int:
     """Train, and return the most bytes of living tensors that a backbone rank had, without those of its reads."""
     memory = _memory_of(config)
     memory.mkdir()

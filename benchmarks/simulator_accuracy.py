@@ -1,6 +1,6 @@
 """How near the simulator is to real runs on two cores: order uncalibrated, error calibrated, peak memory.
 
-python benchmarks/simulator_accuracy.py [--quick] [--only real] [--models-dir DIRECTORY] [--traces DIRECTORY]
+python benchmarks/simulator_accuracy.py [--quick] [--only rates] [--models-dir DIRECTORY] [--traces DIRECTORY]
     [--profiles DIRECTORY] [--json]
 
 Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone rank; both schedules) trains several
@@ -20,7 +20,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -41,11 +41,11 @@ from _simulator_accuracy import (
     QUICK,
     WARM_UP,
     Case,
-    Predicted,
     Ran,
     config_of,
-    peak_nbytes,
-    predict,
+    counted_peak,
+    predicted_peak,
+    predicted_rate,
     run,
 )
 
@@ -55,33 +55,41 @@ from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.errors import FlowTrainError
 
 STEPS, QUICK_STEPS = 36, 16
+ALL_MIXES = (*MIXES, FULL)
 
 
 @dataclass(frozen=True)
 class Tested:
-    """One case on one mix. calibrated: by a run of another mix; None if there was none."""
+    """The rate of one case on one mix, in samples/s. calibrated: by a run of another mix; None if there was none."""
 
     label: str
-    case: Case
     ran: Ran
-    peak_nbytes: int
-    plain: Predicted
-    calibrated: Predicted | None
-
-    @property
-    def peak_error(self) -> float:
-        """Of the peak memory, signed."""
-        return self.plain.peak_nbytes / self.peak_nbytes - 1.0
+    plain: float
+    calibrated: float | None
 
     @property
     def error(self) -> float:
         """Of the rate without calibration, signed."""
-        return self.plain.rate / self.ran.rate - 1.0
+        return self.plain / self.ran.rate - 1.0
 
     @property
     def calibrated_error(self) -> float | None:
         """Of the rate with calibration, signed."""
-        return None if self.calibrated is None else self.calibrated.rate / self.ran.rate - 1.0
+        return None if self.calibrated is None else self.calibrated / self.ran.rate - 1.0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The peak memory of one case on one mix."""
+
+    label: str
+    measured: int
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        """Signed."""
+        return self.predicted / self.measured - 1.0
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -99,7 +107,7 @@ def measured_profile(workload: Workload, case: Case, steps: int, file: Path) -> 
     return read_profile(file)
 
 
-def test_model(
+def test_rates(
     label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, profiles: Path
 ) -> list[Tested]:
     """Run and simulate all cases on all mixes of a model. profiles: the directory of its profile."""
@@ -119,37 +127,57 @@ def test_model(
             fitted = None
             if others:
                 calibration = calibrate_run(runs[others[0]].directory, file).profile
-                fitted = predict(config, case, calibration)
-            peak = peak_nbytes(config_of(workload, case, f"{case.name}-{mix}-counted", COUNTED_STEPS))
-            plain = predict(config, case, profile)
-            tested.append(Tested(f"{label}.{case.name}.{mix}", case, runs[mix], peak, plain, fitted))
+                fitted = predicted_rate(config, case, calibration)
+            plain = predicted_rate(config, case, profile)
+            tested.append(Tested(f"{label}.{case.name}.{mix}", runs[mix], plain, fitted))
             _say_tested(tested[-1])
     return tested
 
 
-def figures_of(tested: Sequence[Tested]) -> list[Figure]:
+def test_memory(label: str, workloads: dict[str, Workload], cases: Sequence[Case]) -> list[Counted]:
+    """Count the memory of all cases on all mixes of a model."""
+    counted = []
+    for case in cases:
+        for mix, workload in workloads.items():
+            config = config_of(workload, case, f"{case.name}-{mix}-counted", COUNTED_STEPS)
+            counted.append(Counted(f"{label}.{case.name}.{mix}", counted_peak(config), predicted_peak(config, case)))
+            _say(f"{counted[-1].label}: {counted[-1].measured} bytes, {100 * counted[-1].error:+.1f} %")
+    return counted
+
+
+def figures_of(tested: Sequence[Tested], counted: Sequence[Counted]) -> list[Figure]:
     """Each case's errors, then what the requirement names."""
     figures = []
     for each in tested:
-        note = f"measured {each.ran.rate:.3g} samples/s, memory {100 * each.peak_error:+.1f} %"
+        note = f"measured {each.ran.rate:.3g} samples/s"
         if each.calibrated_error is not None:
             note += f", calibrated {100 * each.calibrated_error:+.1f} %"
         figures.append(Figure(f"{each.label}.error", each.error, "of the rate", note=note))
+    for count in counted:
+        note = f"measured {count.measured / 2**20:.1f} MiB"
+        figures.append(Figure(f"{count.label}.peak_error", count.error, "of the peak", note=note))
+    if tested:
+        figures += _rate_figures(tested)
+    if counted:
+        errors = [abs(each.error) for each in counted]
+        note = f"median {median(errors):.3f}"
+        figures.append(at_most("peak memory, worst error", max(errors), "of the peak", 0.05, note))
+    return figures
+
+
+def _rate_figures(tested: Sequence[Tested]) -> Iterator[Figure]:
     orders = [
-        rank_correlation([each.plain.rate for each in group], [each.ran.rate for each in group])
+        rank_correlation([each.plain for each in group], [each.ran.rate for each in group])
         for group in _groups(tested)
         if len(group) > 2
     ]
-    known = [abs(each.calibrated_error) for each in tested if each.calibrated_error is not None]
     if orders:
         note = f"of the cases, least of {len(orders)} mixes"
-        figures.append(at_least("rank correlation, uncalibrated", min(orders), "1", 0.95, note))
-    figures.append(Figure("mean error, uncalibrated", fmean(abs(each.error) for each in tested), "of the rate"))
+        yield at_least("rank correlation, uncalibrated", min(orders), "1", 0.95, note)
+    yield Figure("mean error, uncalibrated", fmean(abs(each.error) for each in tested), "of the rate")
+    known = [abs(each.calibrated_error) for each in tested if each.calibrated_error is not None]
     if known:
-        figures.append(at_most("mean error, calibrated on other runs", fmean(known), "of the rate", 0.024))
-    peaks = [abs(each.peak_error) for each in tested]
-    figures.append(at_most("peak memory, worst error", max(peaks), "of the peak", 0.05, f"median {median(peaks):.3f}"))
-    return figures
+        yield at_most("mean error, calibrated on other runs", fmean(known), "of the rate", 0.024)
 
 
 def _groups(tested: Sequence[Tested]) -> list[list[Tested]]:
@@ -174,10 +202,12 @@ def _say(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases and steps, two mixes, the quickstart's model")
-    parser.add_argument("--only", choices=("real",), help="real runs alone, which is all that there is so far")
+    parser.add_argument("--only", choices=("rates", "memory"), help="memory needs no idle machine")
     parser.add_argument("--traces", type=Path, help="directory of ai2d.csv and synthdog.csv")
     parser.add_argument("--models-dir", type=Path, help="where scripts/real_models.py wrote its models")
     parser.add_argument("--layers", type=int, default=3, help="decoder layers that are kept of SmolLM2")
+    parser.add_argument("--models", nargs="+", choices=(QUICKSTART, REAL), help="default: both, or the first")
+    parser.add_argument("--mixes", nargs="+", choices=ALL_MIXES, help="default: all, or the traces' with --quick")
     parser.add_argument("--cases", nargs="+", choices=[each.name for each in CASES], help="default: all")
     parser.add_argument("--steps", type=int, help=f"of each run; by default {STEPS}, or {QUICK_STEPS} with --quick")
     parser.add_argument("--profiles", type=Path, help="directory that keeps profiles for later calls")
@@ -194,14 +224,15 @@ def main() -> None:
     if args.profiles is not None:
         args.profiles.mkdir(parents=True, exist_ok=True)
     tested: list[Tested] = []
+    counted: list[Counted] = []
     failed = ""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as memory:
         os.environ[MEMORY_ENV] = memory
-        models = [QUICKSTART] if args.quick else [QUICKSTART, REAL]
+        models = args.models or ([QUICKSTART] if args.quick else [QUICKSTART, REAL])
         prepared = prepare(
             Path(scratch),
             traces=args.traces,
-            models_dir=None if args.quick else args.models_dir,
+            models_dir=args.models_dir,
             num_layers=args.layers,
             models=models,
             mixes=MIXES,
@@ -211,14 +242,17 @@ def main() -> None:
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         try:
             for each in prepared:
-                mixes = {name: each.workloads[name] for name in (MIXES if args.quick else (*MIXES, FULL))}
-                tested += test_model(each.label, mixes, cases, steps, args.profiles or Path(scratch))
+                mixes = {name: each.workloads[name] for name in args.mixes or (MIXES if args.quick else ALL_MIXES)}
+                if args.only != "memory":
+                    tested += test_rates(each.label, mixes, cases, steps, args.profiles or Path(scratch))
+                if args.only != "rates":
+                    counted += test_memory(each.label, mixes, cases)
         except FlowTrainError as error:
             failed = f"a run failed: {error}"
         finally:
             ray.shutdown()
-    if tested:
-        emit("simulator_accuracy", figures_of(tested), args.json)
+    if tested or counted:
+        emit("simulator_accuracy", figures_of(tested, counted), args.json)
     if failed:
         sys.exit(failed)
 

@@ -48,6 +48,7 @@ _BEFORE_DETAIL, _AFTER_DETAIL = "Worker exit detail: ", " Some common causes"
 _IN_OUR_WORDS = {
     "connection error code 2. End of file": "its process was killed, or crashed",
     "its node has died": "its node is gone",
+    "The actor is temporarily unavailable": "its process cannot be reached",
 }
 """Ray's words for what happens most, and ours."""
 _GLOO = "gloo/"

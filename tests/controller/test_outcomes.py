@@ -82,6 +82,11 @@ def test_of_what_ray_tells_about_a_dead_worker_the_detail_is_kept() -> None:
             "node has died. Node Id: 6f\n\tthe actor's node was terminated unexpectedly: health check failed",
             "its node is gone",
         ),
+        (
+            "The actor 37 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: Socket closed "
+            "rpc_code: 14. The task may or may not have been executed on the actor",
+            "its process cannot be reached",
+        ),
     ],
 )
 def test_what_happens_most_is_said_in_our_words(rays: str, ours: str) -> None:

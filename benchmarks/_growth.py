@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,13 +19,18 @@ RAYS_TITLES = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds: its own memory in bytes (without files that it maps), descriptors, threads."""
+    """What a process holds: its own memory in bytes (without files that it maps), descriptors, threads by name."""
 
     role: str
     owner: str
     own_nbytes: int
     num_descriptors: int
-    num_threads: int
+    threads: dict[str, int]
+
+    @property
+    def num_threads(self) -> int:
+        """All of them."""
+        return sum(self.threads.values())
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Look:
 class Growth:
     """What one process held more in the last quarter of the looks than in the second one, as medians.
 
-    nbytes_a_step: the same memory over the steps between the middles of both quarters.
+    nbytes_a_step: the same memory over the steps between the middles of both quarters. new_threads: their names.
     """
 
     role: str
@@ -52,6 +57,7 @@ class Growth:
     more_descriptors: float
     more_threads: float
     nbytes_a_step: float
+    new_threads: tuple[str, ...] = ()
 
 
 def look_at(session: int, at_s: float, step: int) -> Look:
@@ -70,7 +76,15 @@ def _held(root: Path) -> Held:
     status = dict(line.split(":", 1) for line in (root / "status").read_text().splitlines())
     role, owner = role_of((root / "cmdline").read_bytes())
     own = int(status["RssAnon"].split()[0]) << 10
-    return Held(role, owner, own, len(os.listdir(root / "fd")), int(status["Threads"]))
+    return Held(role, owner, own, len(os.listdir(root / "fd")), dict(_names_of_threads(root)))
+
+
+def _names_of_threads(root: Path) -> Counter[str]:
+    names: Counter[str] = Counter()
+    for task in os.listdir(root / "task"):
+        with suppress(OSError):  # it has just ended
+            names[(root / "task" / task / "comm").read_text().strip()] += 1
+    return names
 
 
 def as_line(look: Look) -> str:
@@ -123,6 +137,7 @@ def growths(looks: Sequence[Look]) -> Iterator[Growth]:
             more_descriptors=_more(early, late, "num_descriptors"),
             more_threads=_more(early, late, "num_threads"),
             nbytes_a_step=more / steps if steps else 0.0,
+            new_threads=tuple(sorted((Counter(late[-1].threads) - Counter(early[0].threads)).elements())),
         )
 
 

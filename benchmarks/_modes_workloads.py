@@ -45,7 +45,7 @@ def prepare(
     models: None for all that there are. Each model also gets the mix ``FULL``.
     """
     counters = scratch / "counters"
-    counters.mkdir()
+    counters.mkdir(exist_ok=True)
     os.environ[_modes_actors.COUNTERS_ENV] = str(counters)
     if models_dir is not None:
         cut_layers(models_dir, num_layers)
@@ -62,7 +62,7 @@ def prepare(
         workloads = {}
         for name, mix in chosen.items():
             directory = scratch / f"{label}-{name}"
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
             write_samples(mix, family.tokenizer, directory / "train.parquet")
             batch = setting.full_batch if name == FULL else setting.batch
             workloads[name] = Workload(setting, model, directory / "train.parquet", directory, counters, batch)

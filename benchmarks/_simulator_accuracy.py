@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,13 +142,18 @@ def _asked(config: RunConfig, case: Case, profile: Profile | None) -> tuple[Requ
 
 
 def run(config: RunConfig, case: Case) -> Ran:
-    """Train, and return the rate of the steps in the middle."""
-    apart = case.mode in ("decoupled", "disaggregated")
-    classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
-    summary = run_training(config, classes=classes)
-    lines = list(read_metrics(summary.directory / "metrics.jsonl"))[WARM_UP:-ENDING]
+    """Train, unless the run is there already, and return the rate of the steps in the middle."""
+    directory = Path(config.runs_dir, config.name)
+    metrics = directory / "metrics.jsonl"
+    steps = config.training.max_steps
+    if not metrics.exists() or len(list(read_metrics(metrics))) != steps:
+        shutil.rmtree(directory, ignore_errors=True)
+        apart = case.mode in ("decoupled", "disaggregated")
+        classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
+        run_training(config, classes=classes)
+    lines = list(read_metrics(metrics))[WARM_UP:-ENDING]
     rate = sum(line["num_samples"] for line in lines) / sum(line["step_time_s"] for line in lines)
-    return Ran(float(rate), summary.directory)
+    return Ran(float(rate), directory)
 
 
 def counted_peak(config: RunConfig) -> int:

@@ -1,7 +1,7 @@
 """How near the simulator is to real runs on two cores: order uncalibrated, error calibrated, peak memory.
 
 python benchmarks/simulator_accuracy.py [--quick] [--only rates] [--models-dir DIRECTORY] [--traces DIRECTORY]
-    [--profiles DIRECTORY] [--json]
+    [--keep DIRECTORY] [--json]
 
 Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone rank; both schedules) trains several
 mixes of samples, every process pinned to its core. A profile is measured first (``flowtrain profile``); each case is
@@ -11,7 +11,7 @@ tensors of the fullest backbone rank take, counted at each new one in a run of i
 Runs use the quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one.
 Exits with 1 if a run fails.
 
---profiles: profiles are kept there; one that is there is not measured again.
+--keep: profiles and timed runs stay there; what is there already is not measured again.
 """
 
 from __future__ import annotations
@@ -108,12 +108,10 @@ def measured_profile(workload: Workload, case: Case, steps: int, file: Path) -> 
 
 
 def test_rates(
-    label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, profiles: Path
+    label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, file: Path
 ) -> list[Tested]:
-    """Run and simulate all cases on all mixes of a model. profiles: the directory of its profile."""
-    first = next(iter(workloads.values()))
-    file = profiles / f"{label}.json"
-    profile = measured_profile(first, cases[0], steps, file)
+    """Run and simulate all cases on all mixes of a model. file: its profile, read if it is there."""
+    profile = measured_profile(next(iter(workloads.values())), cases[0], steps, file)
     tested = []
     for case in cases:
         runs: dict[str, Ran] = {}
@@ -210,7 +208,7 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", choices=ALL_MIXES, help="default: all, or the traces' with --quick")
     parser.add_argument("--cases", nargs="+", choices=[each.name for each in CASES], help="default: all")
     parser.add_argument("--steps", type=int, help=f"of each run; by default {STEPS}, or {QUICK_STEPS} with --quick")
-    parser.add_argument("--profiles", type=Path, help="directory that keeps profiles for later calls")
+    parser.add_argument("--keep", type=Path, help="directory that keeps profiles and timed runs for later calls")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
@@ -221,16 +219,16 @@ def main() -> None:
     names = args.cases or (QUICK if args.quick else [each.name for each in CASES])
     cases = [each for each in CASES if each.name in names]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it
-    if args.profiles is not None:
-        args.profiles.mkdir(parents=True, exist_ok=True)
     tested: list[Tested] = []
     counted: list[Counted] = []
     failed = ""
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as memory:
+    with tempfile.TemporaryDirectory() as temporary, tempfile.TemporaryDirectory() as memory:
         os.environ[MEMORY_ENV] = memory
+        scratch = args.keep or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
         models = args.models or ([QUICKSTART] if args.quick else [QUICKSTART, REAL])
         prepared = prepare(
-            Path(scratch),
+            scratch,
             traces=args.traces,
             models_dir=args.models_dir,
             num_layers=args.layers,
@@ -244,7 +242,7 @@ def main() -> None:
             for each in prepared:
                 mixes = {name: each.workloads[name] for name in args.mixes or (MIXES if args.quick else ALL_MIXES)}
                 if args.only != "memory":
-                    tested += test_rates(each.label, mixes, cases, steps, args.profiles or Path(scratch))
+                    tested += test_rates(each.label, mixes, cases, steps, scratch / f"{each.label}.json")
                 if args.only != "rates":
                     counted += test_memory(each.label, mixes, cases)
         except FlowTrainError as error:

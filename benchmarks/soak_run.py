@@ -181,7 +181,9 @@ def of_role(role: str, worst: Sequence[Growth]) -> Iterator[Figure]:
     allowed = allowed_nbytes(most)
     yield at_most(f"{name}/memory", most.more_nbytes / MIB, "MiB", round(allowed / MIB, 1), note_of(most))
     yield at_most(f"{name}/descriptors", max(each.more_descriptors for each in worst), "more", 0)
-    yield at_most(f"{name}/threads", max(each.more_threads for each in worst), "more", 0)
+    threads = max(worst, key=lambda growth: growth.more_threads)
+    note = f"new: {', '.join(threads.new_threads)}" if threads.more_threads > 0 else ""
+    yield at_most(f"{name}/threads", threads.more_threads, "more", 0, note)
 
 
 def allowed_nbytes(growth: Growth) -> float:

@@ -11,8 +11,10 @@ LOOKS = 40
 MIB = 2**20
 
 
-def held(own_nbytes: int, num_descriptors: int = 10, role: str = "Encoder", owner: str = OURS) -> Held:
-    return Held(role, owner, own_nbytes, num_descriptors, num_threads=5)
+def held(
+    own_nbytes: int, num_descriptors: int = 10, role: str = "Encoder", owner: str = OURS, more_threads: int = 0
+) -> Held:
+    return Held(role, owner, own_nbytes, num_descriptors, threads={"python": 5, "reader": more_threads})
 
 
 def test_a_leak_is_found_and_a_cache_that_fills_is_none() -> None:
@@ -23,7 +25,7 @@ def test_a_leak_is_found_and_a_cache_that_fills_is_none() -> None:
             held={
                 (1, 7): held(MIB + 1000 * number, num_descriptors=10 + number, role="leaks"),
                 (2, 7): held(MIB + min(number, LOOKS // 4) * MIB, role="fills"),
-                (3, 7): held(MIB + number % 2 * MIB, role="flutters"),
+                (3, 7): held(MIB + number % 2 * MIB, role="flutters", more_threads=number // 10),
             },
         )
         for number in range(LOOKS)
@@ -33,6 +35,7 @@ def test_a_leak_is_found_and_a_cache_that_fills_is_none() -> None:
     assert found["leaks"].more_nbytes == 1000 * quarters and found["leaks"].nbytes_a_step == 10.0
     assert found["leaks"].more_descriptors == quarters and found["leaks"].more_threads == 0
     assert found["fills"].more_nbytes == found["flutters"].more_nbytes == 0
+    assert found["flutters"].more_threads == 2 and found["flutters"].new_threads == ("reader", "reader")
 
 
 def test_a_process_is_judged_that_lived_from_the_first_quarter_to_the_end() -> None:

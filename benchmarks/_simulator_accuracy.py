@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from _machine_speed import SpeedProbe
 from _modes_runs import Workload
 from _pinned import stay_on
 from shared.memory_trace import LivePeak
@@ -17,8 +19,10 @@ from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.drawn_batches import DrawnBatches
+from flowtrain.allocator.drawn import drawn_rate
+from flowtrain.allocator.drawn_batches import SIMULATED_BATCHES, DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.modes import host_s
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.simulated import simulated_run
 from flowtrain.allocator.surrogate import BACKBONE
@@ -90,10 +94,11 @@ QUICK = ("decoupled", "colocated_dp2", "monolithic_dp2", "monolithic_pp2", "llm_
 
 @dataclass(frozen=True)
 class Ran:
-    """Of one run."""
+    """One run. rate: samples/s of the steps in the middle. machine_s: see ``SpeedProbe``."""
 
     rate: float
     directory: Path
+    machine_s: float
 
 
 def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfig:
@@ -107,18 +112,29 @@ def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfi
         "observability.dashboard=false",
         f"observability.trace.steps={steps}",
     )
+    if case.degrees.dp > 1:  # ``auto`` becomes this one, but plans count it as ``full``
+        changes = (*changes, "backbone.sharding=gradients")
     return load_config(workload.config_file(), [*changes, *case.changes])
 
 
 def predicted_rate(config: RunConfig, case: Case, profile: Profile) -> float:
-    """Return the samples/s that the simulator gives the configured degrees, with the host's work."""
+    """Return the samples/s that the simulator gives the configured degrees over the steps that are measured.
+
+    As a plan's rate, it counts what the run's own processes take from the cores.
+    """
     at, candidate, device = _asked(config, case, profile)
     times_of = device_times(config, OperatorRules.of(config.costs), profile)
     surrogate = surrogates(times_of)(at)
-    batches = DrawnBatches.draw(at.workload, scheduler=config.step_scheduler)
     slowdown, _ = slowdown_of(at, surrogate, device)
-    run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
-    return at.workload.global_batch_size / run.step_s
+    size = at.workload.global_batch_size
+    order = np.arange(len(at.workload.lengths)).reshape(-1, size)[WARM_UP:-ENDING]  # samples are not shuffled
+    seconds = 0.0
+    for first in range(0, len(order), SIMULATED_BATCHES):
+        batches = DrawnBatches(order[first : first + SIMULATED_BATCHES], config.step_scheduler)
+        run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
+        idle_s = drawn_rate(at, surrogate, candidate, batches, slowdown).idle_s
+        seconds += len(batches.batches) * (run.step_s + host_s(at, surrogate, candidate, idle_s))
+    return size * len(order) / seconds
 
 
 def predicted_peak(config: RunConfig, case: Case) -> int:
@@ -144,16 +160,17 @@ def _asked(config: RunConfig, case: Case, profile: Profile | None) -> tuple[Requ
 def run(config: RunConfig, case: Case) -> Ran:
     """Train, unless the run is there already, and return the rate of the steps in the middle."""
     directory = Path(config.runs_dir, config.name)
-    metrics = directory / "metrics.jsonl"
-    steps = config.training.max_steps
-    if not metrics.exists() or len(list(read_metrics(metrics))) != steps:
+    metrics, probed = directory / "metrics.jsonl", directory / "machine_s"
+    if not probed.exists():
         shutil.rmtree(directory, ignore_errors=True)
         apart = case.mode in ("decoupled", "disaggregated")
         classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
-        run_training(config, classes=classes)
+        with SpeedProbe() as probe:
+            run_training(config, classes=classes)
+        probed.write_text(str(probe.seconds))
     lines = list(read_metrics(metrics))[WARM_UP:-ENDING]
-    rate = sum(line["num_samples"] for line in lines) / sum(line["step_time_s"] for line in lines)
-    return Ran(float(rate), directory)
+    samples, seconds = (sum(line[key] for line in lines) for key in ("num_samples", "step_time_s"))
+    return Ran(samples / seconds, directory, float(probed.read_text()))
 
 
 def counted_peak(config: RunConfig) -> int:

@@ -1,15 +1,15 @@
 """How near the simulator is to real runs on two cores: order uncalibrated, error calibrated, peak memory.
 
 python benchmarks/simulator_accuracy.py [--quick] [--only rates] [--models-dir DIRECTORY] [--traces DIRECTORY]
-    [--keep DIRECTORY] [--json]
+    [--rounds N] [--keep DIRECTORY] [--json]
 
 Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone rank; both schedules) trains several
-mixes of samples, every process pinned to its core. A profile is measured first (``flowtrain profile``); each case is
-simulated with its own degrees on it. Calibrated predictions use ``flowtrain calibrate`` on the same case's run of
-another mix, never on the run that is tested. Peak memory is what the living
-tensors of the fullest backbone rank take, counted at each new one in a run of its own (as benchmarks/memory.py does).
-Runs use the quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one.
-Exits with 1 if a run fails.
+mixes of samples in turn, several rounds, every process pinned to its core. A profile is measured first (``flowtrain
+profile``); each case is simulated with its own degrees on it, over the very batches of the steps that are measured.
+Calibrated predictions use ``flowtrain calibrate`` on the same case's runs of the other mixes, never on the runs that
+are tested. Peak memory is what the living tensors of the fullest backbone rank take, counted at each new one in a run
+of its own (as benchmarks/memory.py does). Runs use the quickstart's model, and with --models-dir (written by
+scripts/real_models.py) a second one. Exits with 1 if a run fails.
 
 --keep: profiles and timed runs stay there; what is there already is not measured again.
 """
@@ -50,32 +50,43 @@ from _simulator_accuracy import (
 )
 
 import flowtrain
-from flowtrain.controller.calibration import calibrate_run
+from flowtrain.controller.calibration import calibrate_runs
 from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.errors import FlowTrainError
 
-STEPS, QUICK_STEPS = 36, 16
+STEPS, QUICK_STEPS = 35, 15
+ROUNDS, QUICK_ROUNDS = 3, 1
 ALL_MIXES = (*MIXES, FULL)
 
 
 @dataclass(frozen=True)
 class Tested:
-    """The rate of one case on one mix, in samples/s. calibrated: by a run of another mix; None if there was none."""
+    """The rate of one case on one mix, in samples/s. calibrated: by runs of other mixes; None if there were none."""
 
     label: str
-    ran: Ran
+    runs: tuple[Ran, ...]
     plain: float
     calibrated: float | None
 
     @property
+    def rate(self) -> float:
+        """Of all its runs, which have the same samples."""
+        return 1.0 / fmean(1.0 / each.rate for each in self.runs)
+
+    @property
+    def spread(self) -> float:
+        """Between its fastest and its slowest run, of the rate."""
+        return (max(each.rate for each in self.runs) - min(each.rate for each in self.runs)) / self.rate
+
+    @property
     def error(self) -> float:
         """Of the rate without calibration, signed."""
-        return self.plain / self.ran.rate - 1.0
+        return self.plain / self.rate - 1.0
 
     @property
     def calibrated_error(self) -> float | None:
         """Of the rate with calibration, signed."""
-        return None if self.calibrated is None else self.calibrated / self.ran.rate - 1.0
+        return None if self.calibrated is None else self.calibrated / self.rate - 1.0
 
 
 @dataclass(frozen=True)
@@ -94,8 +105,8 @@ class Counted:
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's; 1 where both have the same order."""
-    ranks = [np.argsort(np.argsort(each)).astype(np.float64) for each in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(each)).astype(np.float64) for each in (one, other))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def measured_profile(workload: Workload, case: Case, steps: int, file: Path) -> Profile:
@@ -108,26 +119,24 @@ def measured_profile(workload: Workload, case: Case, steps: int, file: Path) -> 
 
 
 def test_rates(
-    label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, file: Path
+    label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, rounds: int, file: Path
 ) -> list[Tested]:
-    """Run and simulate all cases on all mixes of a model. file: its profile, read if it is there."""
+    """Run and simulate all cases on all mixes of a model, the mixes in turn. file: its profile, read if it is there."""
     profile = measured_profile(next(iter(workloads.values())), cases[0], steps, file)
     tested = []
     for case in cases:
-        runs: dict[str, Ran] = {}
-        for mix, workload in workloads.items():
-            name = f"{label}-{case.name}-{mix}"
-            runs[mix] = run(config_of(workload, case, name, steps), case)
-            _say(f"{name}: {runs[mix].rate:.2f} samples/s")
+        runs: dict[str, list[Ran]] = {mix: [] for mix in workloads}
+        for number in range(rounds):
+            for mix, workload in workloads.items():
+                name = f"{label}-{case.name}-{mix}-{number}"
+                runs[mix].append(run(config_of(workload, case, name, steps), case))
+                _say(f"{name}: {runs[mix][-1].rate:.2f} samples/s, machine {1e3 * runs[mix][-1].machine_s:.2f} ms")
         for mix, workload in workloads.items():
             config = config_of(workload, case, f"{case.name}-{mix}-asked", steps)
-            others = [other for other in runs if other != mix]
-            fitted = None
-            if others:
-                calibration = calibrate_run(runs[others[0]].directory, file).profile
-                fitted = predicted_rate(config, case, calibration)
+            others = [each.directory for other, found in runs.items() if other != mix for each in found]
+            fitted = predicted_rate(config, case, calibrate_runs(others, file).profile) if others else None
             plain = predicted_rate(config, case, profile)
-            tested.append(Tested(f"{label}.{case.name}.{mix}", runs[mix], plain, fitted))
+            tested.append(Tested(f"{label}.{case.name}.{mix}", tuple(runs[mix]), plain, fitted))
             _say_tested(tested[-1])
     return tested
 
@@ -147,7 +156,7 @@ def figures_of(tested: Sequence[Tested], counted: Sequence[Counted]) -> list[Fig
     """Each case's errors, then what the requirement names."""
     figures = []
     for each in tested:
-        note = f"measured {each.ran.rate:.3g} samples/s"
+        note = f"measured {each.rate:.3g} samples/s, {len(each.runs)} runs within {100 * each.spread:.1f} %"
         if each.calibrated_error is not None:
             note += f", calibrated {100 * each.calibrated_error:+.1f} %"
         figures.append(Figure(f"{each.label}.error", each.error, "of the rate", note=note))
@@ -164,26 +173,32 @@ def figures_of(tested: Sequence[Tested], counted: Sequence[Counted]) -> list[Fig
 
 
 def _rate_figures(tested: Sequence[Tested]) -> Iterator[Figure]:
-    orders = [
-        rank_correlation([each.plain for each in group], [each.ran.rate for each in group])
-        for group in _groups(tested)
-        if len(group) > 2
-    ]
-    if orders:
-        note = f"of the cases, least of {len(orders)} mixes"
-        yield at_least("rank correlation, uncalibrated", min(orders), "1", 0.95, note)
+    models, mixes = ([_correlation(group) for group in _groups(tested, each)] for each in (1, 2))
+    yield at_least(
+        "rank correlation, uncalibrated", min(models), "1", 0.95, f"of a model's runs, least of {len(models)}"
+    )
+    yield Figure("rank correlation within a mix, uncalibrated", min(mixes), "1", note=f"least of {len(mixes)}")
     yield Figure("mean error, uncalibrated", fmean(abs(each.error) for each in tested), "of the rate")
     known = [abs(each.calibrated_error) for each in tested if each.calibrated_error is not None]
     if known:
-        yield at_most("mean error, calibrated on other runs", fmean(known), "of the rate", 0.024)
+        note = f"median {median(known):.4f}, worst {max(known):.4f}"
+        yield at_most("mean error, calibrated on other runs", fmean(known), "of the rate", 0.024, note)
+    yield Figure("spread of a case's runs", median(each.spread for each in tested), "of the rate", note="median")
+    machine = [run.machine_s for each in tested for run in each.runs]
+    note = f"from {1e3 * min(machine):.2f} ms, median {1e3 * median(machine):.2f} ms"
+    yield Figure("probe of the machine's speed, slowest", 1e3 * max(machine), "ms", note=note)
 
 
-def _groups(tested: Sequence[Tested]) -> list[list[Tested]]:
-    """The cases of each model and mix."""
-    groups: dict[tuple[str, str], list[Tested]] = {}
+def _correlation(group: Sequence[Tested]) -> float:
+    return rank_correlation([each.plain for each in group], [each.rate for each in group])
+
+
+def _groups(tested: Sequence[Tested], num_parts: int) -> list[list[Tested]]:
+    """Cases by model (1), or by model and mix (2)."""
+    groups: dict[tuple[str, ...], list[Tested]] = {}
     for each in tested:
         model, _, rest = each.label.partition(".")
-        groups.setdefault((model, rest.rpartition(".")[2]), []).append(each)
+        groups.setdefault((model, rest.rpartition(".")[2])[:num_parts], []).append(each)
     return list(groups.values())
 
 
@@ -208,12 +223,14 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", choices=ALL_MIXES, help="default: all, or the traces' with --quick")
     parser.add_argument("--cases", nargs="+", choices=[each.name for each in CASES], help="default: all")
     parser.add_argument("--steps", type=int, help=f"of each run; by default {STEPS}, or {QUICK_STEPS} with --quick")
+    parser.add_argument("--rounds", type=int, help=f"runs of each mix; by default {ROUNDS}, or {QUICK_ROUNDS}")
     parser.add_argument("--keep", type=Path, help="directory that keeps profiles and timed runs for later calls")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
     if steps <= WARM_UP + ENDING:
         parser.error(f"--steps ({steps}) must be above {WARM_UP + ENDING}: the first and last do not count")
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("this machine has one core, but two devices need two")
     names = args.cases or (QUICK if args.quick else [each.name for each in CASES])
@@ -242,7 +259,8 @@ def main() -> None:
             for each in prepared:
                 mixes = {name: each.workloads[name] for name in args.mixes or (MIXES if args.quick else ALL_MIXES)}
                 if args.only != "memory":
-                    tested += test_rates(each.label, mixes, cases, steps, scratch / f"{each.label}.json")
+                    file = scratch / f"{each.label}.json"
+                    tested += test_rates(each.label, mixes, cases, steps, rounds, file)
                 if args.only != "rates":
                     counted += test_memory(each.label, mixes, cases)
         except FlowTrainError as error:

@@ -271,17 +271,22 @@ def profile(
     return measure(resolved, devices, progress, trials=trials)
 
 
-def calibrate(run: str | PathLike[str], *, profile: str | PathLike[str] | None = None) -> CalibrationReport:
-    """Fit predicted times to a finished run's trace; the report's profile is for ``plan`` and ``simulate``.
+def calibrate(*runs: str | PathLike[str], profile: str | PathLike[str] | None = None) -> CalibrationReport:
+    """Fit predicted times to finished runs' traces; the report's profile is for ``plan`` and ``simulate``.
 
-    run: a run's directory, or its name under ``runs``.
-    profile: a file with the times that are fitted; by default the one that the run was planned with, else the run's.
+    runs: directories of runs of one model, or their names under ``runs``; several even out each other's noise.
+    profile: a file with the times that are fitted; by default the one that the first run was planned with, else that
+    run's own.
 
-    Raises ConfigError if the run has no trace, or if nothing predicts times of its device.
+    Raises ConfigError if a run has no trace, if runs train different models, or if nothing predicts times of their
+    device.
     """
-    from flowtrain.controller.calibration import calibrate_run
+    from flowtrain.controller.calibration import calibrate_runs
 
-    return calibrate_run(find_run(run), Path(profile).expanduser() if profile is not None else None)
+    if not runs:
+        raise ConfigError("calibrate got no run; name at least one")
+    roots = [find_run(run) for run in runs]
+    return calibrate_runs(roots, Path(profile).expanduser() if profile is not None else None)
 
 
 def pack(

@@ -237,7 +237,8 @@ class _Search:
         at = self.request.of(candidate.backbone)
         surrogate, plan = self.surrogate_for(at), candidate.plan
         slowdown, is_measured = slowdown_of(at, surrogate, candidate.backbone.device_type)
-        predicted = self._beside_host(at, surrogate, candidate, drawn)
+        lost_s = host_s(at, surrogate, candidate, drawn.idle_s)
+        predicted = at.workload.global_batch_size / (at.workload.global_batch_size / drawn.rate + lost_s)
         shares = {name: at.workload.share(name) for name in candidate.encoders}
         return Contestant(
             candidate,
@@ -251,16 +252,17 @@ class _Search:
             was_tried(self.trials, plan),
         )
 
-    def _beside_host(self, at: Request, surrogate: Surrogate, candidate: ModeCandidate, drawn: DrawnRate) -> float:
-        """The rate if the run's own processes take time from its devices, as they do where cores are the devices.
 
-        Encoders give way to them, so they take what encoders leave over first, and then a share of each device. Ranks
-        wait for each other: without encoders, time that one of them loses is lost for all.
-        """
-        dp, times = candidate.backbone.degrees.dp, surrogate.times[candidate.backbone.device_type]
-        num_microbatches = dp * at.workload.num_microbatches(np.array([dp])).astype(np.float64)
-        replicas, has_encoders = np.array([float(dp)]), bool(candidate.encoders)
-        host_s = float(times.host_s(num_microbatches, replicas, has_encoders=has_encoders)[0])
-        sharing = candidate.devices if has_encoders else 1
-        lost_s = max(0.0, host_s - drawn.idle_s) / sharing
-        return at.workload.global_batch_size / (at.workload.global_batch_size / drawn.rate + lost_s)
+def host_s(request: Request, surrogate: Surrogate, candidate: ModeCandidate, idle_s: float) -> float:
+    """Return seconds of a step that the run's own processes take from its devices, as they do where cores are these.
+
+    Encoders give way to them, so they take what encoders leave over first, and then a share of each device. Ranks wait
+    for each other: without encoders, time that one of them loses is lost for all.
+
+    idle_s: device seconds of a step in which encoders on devices of their own have nothing to do.
+    """
+    dp, times = candidate.backbone.degrees.dp, surrogate.times[candidate.backbone.device_type]
+    num_microbatches = dp * request.workload.num_microbatches(np.array([dp])).astype(np.float64)
+    replicas, has_encoders = np.array([float(dp)]), bool(candidate.encoders)
+    seconds = float(times.host_s(num_microbatches, replicas, has_encoders=has_encoders)[0])
+    return max(0.0, seconds - idle_s) / (candidate.devices if has_encoders else 1)

@@ -214,24 +214,28 @@ def simulate(
 
 @app.command()
 def calibrate(
-    run: Annotated[str, typer.Argument(help="A finished run: its directory, or its name under runs/.", metavar="RUN")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Finished runs of one model: directories, or names under runs/.", metavar="RUN..."),
+    ],
     profile: Annotated[
         Path | None,
         typer.Option(
             "--profile",
-            help="Fit the times of this profile; by default of the one that the run was planned with.",
+            help="Fit the times of this profile; by default of the one that the first run was planned with.",
             metavar="FILE",
         ),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Where to write; by default RUN/profile.json.", metavar="FILE.json")
+        Path | None,
+        typer.Option("--save", help="Where to write; by default the first RUN's profile.json.", metavar="FILE.json"),
     ] = None,
 ) -> None:
-    """Fit predicted times to what RUN's trace has, and write them into its profile, for plan and simulate."""
+    """Fit predicted times to what the traces of RUNs have, and write them into a profile, for plan and simulate."""
     with errors_to_exit_codes():
         from flowtrain.cli.calibrate import calibrate as fit_times
 
-        fit_times(run, profile, save)
+        fit_times(runs, profile, save)
 
 
 @app.command()

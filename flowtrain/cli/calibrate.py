@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,12 +16,12 @@ from flowtrain.observability.files import replace_text
 from flowtrain.observability.run_dir import RunDir, find_run
 
 
-def calibrate(run: str, profile: Path | None, save: Path | None) -> None:
+def calibrate(runs: Sequence[str], profile: Path | None, save: Path | None) -> None:
     """Fit as ``api.calibrate`` does, write the profile and show its factors; ConfigError if it cannot be written."""
-    root = find_run(run)
-    target = save if save is not None else RunDir(root).profile
+    roots = [find_run(run) for run in runs]
+    target = save if save is not None else RunDir(roots[0]).profile
     check_output_path("--save", target)
-    report = api.calibrate(root, profile=profile)
+    report = api.calibrate(*roots, profile=profile)
     try:
         replace_text(target, report.profile.to_json())
     except OSError as error:

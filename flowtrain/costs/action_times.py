@@ -74,6 +74,12 @@ class DeviceTimes:
         """As ``link_efficiency``, of transfers from one device to another."""
         return 1.0 if self._is_measured else self.rules.link_share("point_to_point")
 
+    @property
+    def collectives(self) -> float:
+        """Factor of what computing does not hide of collectives over replicas, by a finished run; 1 without one."""
+        calibration = self.profile.calibration if self.profile is not None else None
+        return calibration.collectives if calibration is not None else 1.0
+
     def slowdown(self, encoder: str) -> float:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
         return self.of_any_data.slowdown(encoder) or ASSUMED_INTERFERENCE
@@ -89,10 +95,15 @@ class DeviceTimes:
         """Return seconds of an encoder's group for each image, ``[I]``; patches: of each. Otherwise as ``images_s``."""
         if not len(patches):
             return np.zeros(0)
+        return self._of_images(encoder, patches).images_s(encoder, tp, in_ranks=in_ranks)
+
+    def each_forward_s(self, encoder: str, patches: IntArray, tp: int) -> FloatArray:
+        """As ``each_image_s``, of the device alone: an accelerator's host decodes images at the same time."""
+        return self._of_images(encoder, patches).encode_stages_s(encoder, tp)[1] if len(patches) else np.zeros(0)
+
+    def _of_images(self, encoder: str, patches: IntArray) -> ModuleTimes:
         ones = np.ones(len(patches), dtype=np.int64)
-        images = {encoder: (ones, patches)}
-        workload = Workload(1, 1, ones, ones * 0, ones * 0, images, freeze=self.freeze)
-        return self.of(workload).images_s(encoder, tp, in_ranks=in_ranks)
+        return self.of(Workload(1, 1, ones, ones * 0, ones * 0, {encoder: (ones, patches)}, freeze=self.freeze))
 
     @cached_property
     def of_any_data(self) -> ModuleTimes:
@@ -227,7 +238,7 @@ class ActionTimes:
         every = self._gathering_s(held.total)
         first = self._gathering_s(held.unit + held.outer)
         exposed = self._exposed(every, computing, first)
-        return np.minimum(exposed, every) if self._gathers_once else exposed
+        return np.minimum(exposed, self.times.collectives * every) if self._gathers_once else exposed
 
     def reduce_s(self, stage: StageWork, computing: SecondsT, *, is_last: bool) -> SecondsT:
         """Return seconds of the sum of a stage's gradients that its backward does not hide.
@@ -309,7 +320,8 @@ class ActionTimes:
     def _exposed(self, seconds: float, computing: SecondsT, unhidden: float) -> SecondsT:
         """What a computation does not hide of a collective; on a CPU nothing overlaps."""
         is_hidden = self.times.device.name != CPU
-        return np.maximum(seconds - computing, 0.0) + unhidden if is_hidden else 0.0 * computing + seconds
+        exposed = np.maximum(seconds - computing, 0.0) + unhidden if is_hidden else 0.0 * computing + seconds
+        return self.times.collectives * exposed
 
     def _gathering_s(self, parameters: float) -> float:
         share = (self.shard_size - 1) / self.shard_size

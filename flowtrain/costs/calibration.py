@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from flowtrain.costs.flops import FloatArray
@@ -15,6 +16,8 @@ from flowtrain.costs.module_times import ModuleTimes
 
 FEWEST = 8
 """Spans of a kind that tell its factor; with fewer it stays 1."""
+LEAST = 0.05
+"""The least factor of a part whose time is the rest of what was measured."""
 _DEVIATIONS = 3.0
 _MAD_TO_STANDARD_DEVIATION = 1.4826
 
@@ -29,11 +32,13 @@ class Calibration:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     run: str
-    """Name of the run."""
+    """Name of the run, or of several."""
     backbone: _Factor = 1.0
-    """Of forwards and backwards of backbone stages."""
+    """Of forwards and backwards of backbone stages, without collectives."""
     encoders: dict[str, _Factor] | None = None
     """Of encode batches, by encoder; None: of all 1."""
+    collectives: _Factor = 1.0
+    """Of what computing does not hide of gathers and reductions over replicas."""
     optimizer: _Factor = 1.0
     step_host_s: _Amount = 0.0
     """Seconds of a step in which the busiest rank neither computes nor waits for data."""
@@ -52,9 +57,14 @@ class Calibration:
 def robust_mean(values: Sequence[float]) -> float:
     """Return the mean of the values that are within three (robust) standard deviations of their median."""
     found = np.asarray(values, dtype=np.float64)
-    distances = np.abs(found - np.median(found))
+    return float(found[_no_outliers(found)].mean())
+
+
+def _no_outliers(values: FloatArray) -> NDArray[np.bool_]:
+    middle = float(np.median(values))
+    distances = np.abs(values - middle)
     limit = _DEVIATIONS * _MAD_TO_STANDARD_DEVIATION * float(np.median(distances))
-    return float(found[distances <= max(limit, 1e-9 * abs(float(np.median(found))))].mean())
+    return distances <= max(limit, 1e-9 * abs(middle))
 
 
 def factor(measured: Sequence[float], predicted: Sequence[float]) -> float:
@@ -65,11 +75,20 @@ def factor(measured: Sequence[float], predicted: Sequence[float]) -> float:
     if len(measured) < FEWEST:
         return 1.0
     times, guesses = np.asarray(measured), np.asarray(predicted)
-    ratios = times / guesses
-    distances = np.abs(ratios - np.median(ratios))
-    limit = _DEVIATIONS * _MAD_TO_STANDARD_DEVIATION * float(np.median(distances))
-    kept = distances <= max(limit, 1e-9 * float(np.median(ratios)))
+    kept = _no_outliers(times / guesses)
     return float(times[kept].sum() / guesses[kept].sum())
+
+
+def robust_remainder(measured: Sequence[float], known: Sequence[float], predicted: Sequence[float]) -> float:
+    """Return the factor of one part of what was measured; the other part is known. Never below ``LEAST``.
+
+    Only values whose ratio to both parts is no outlier are in it, as in ``factor``; 1 for fewer than ``FEWEST``.
+    """
+    if len(measured) < FEWEST:
+        return 1.0
+    times, rest, guesses = np.asarray(measured), np.asarray(known), np.asarray(predicted)
+    kept = _no_outliers(times / (rest + guesses))
+    return max(LEAST, float((times - rest)[kept].sum() / guesses[kept].sum()))
 
 
 class CalibratedTimes:
@@ -97,16 +116,19 @@ class CalibratedTimes:
 
     def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._by.encoder(encoder) * self._base.images_s(encoder, tp, in_ranks=in_ranks)
+        if in_ranks:
+            return self._by.encoder(encoder) * self._base.images_s(encoder, tp, in_ranks=True)
+        return np.maximum(*self.encode_stages_s(encoder, tp))
 
     def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
-        """As ``ModuleTimes``; the factor is of forwards."""
+        """As ``ModuleTimes``; the factor is of the device's work."""
         decoding, forward = self._base.encode_stages_s(encoder, tp)
         return decoding, self._by.encoder(encoder) * forward
 
     def sample_s(self, encoder: str, tp: int) -> float:
         """As ``ModuleTimes``."""
-        return self._by.encoder(encoder) * self._base.sample_s(encoder, tp)
+        seconds = self.images_s(encoder, tp)
+        return float(seconds[seconds > 0.0].mean()) if seconds.any() else self._base.sample_s(encoder, tp)
 
     def microbatch_s(self) -> float:
         """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
@@ -124,7 +146,8 @@ class CalibratedTimes:
         self, sharding: str, parameters: FloatArray, shards: FloatArray
     ) -> tuple[FloatArray, FloatArray] | None:
         """As ``ModuleTimes``."""
-        return self._base.replicas_s(sharding, parameters, shards)
+        found, by = self._base.replicas_s(sharding, parameters, shards), self._by.collectives
+        return None if found is None else (by * found[0], by * found[1])
 
     def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
         """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
@@ -139,6 +162,7 @@ def factors_text(calibration: Calibration) -> Mapping[str, str]:
     return {
         "backbone": f"{calibration.backbone:.3f}",
         **encoders,
+        "collectives": f"{calibration.collectives:.3f}",
         "optimizer": f"{calibration.optimizer:.3f}",
         "host": f"{1e3 * calibration.step_host_s:.3g} ms a step",
     }

@@ -205,7 +205,7 @@ class Profile:
         differs = [
             f"{key} is {then.get(key)!r} there and {now.get(key)!r} in this run"
             for key in dict.fromkeys([*then, *now])
-            if then.get(key) != now.get(key)
+            if then.get(key) != now.get(key) and key not in _NO_MATTER
         ]
         if differs:
             raise ConfigError(f"{self.source}: {'; '.join(differs)}; {MEASURE_AGAIN}")
@@ -306,6 +306,10 @@ def planned_profile(config: RunConfig, device: str) -> Profile | None:
     return profile if profile is not None and profile.device == device else None
 
 
+_NO_MATTER = frozenset({"model.sharding"})
+"""In files of earlier versions; a device that is measured alone has no shards."""
+
+
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
     """Return the shapes and settings that a module's time depends on, without degrees and data."""
     backbone = config.backbone
@@ -315,7 +319,6 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
         "freeze": [key for key in config.model.freeze if not is_pattern(key)],  # the twin ignores patterns
         "optimizer": config.training.optimizer,
         "attention": backbone.attention,
-        "sharding": "full" if backbone.sharding == "auto" else backbone.sharding,
         "sequence_parallel": backbone.sequence_parallel,
         "activation_checkpointing": backbone.activation_checkpointing,
         "checkpoint_every": backbone.checkpoint_every,

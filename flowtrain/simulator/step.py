@@ -13,6 +13,7 @@ from flowtrain.costs.action_times import ActionTimes, StageWork
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.costs.profiled_times import CPU
+from flowtrain.costs.training_setup import FLOAT32_NBYTES
 from flowtrain.pipeline.actions import Schedule, StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
@@ -21,6 +22,15 @@ from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
 from flowtrain.simulator.folding import Fold
 from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """Forwards and backwards of one stage, as ``Computations`` has them, ``[C]``."""
+
+    is_backward: BoolArray
+    is_last: BoolArray
+    is_first: BoolArray
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class StepSimulator:
             stage, own = self.partition.stages[places[0]], _only(columns, mine)
             seconds[mine] = self._computing_s(self._work(stage), own, works, at[mine])
             if with_collectives:
-                seconds[mine] += self._exposed_s(stage, own, seconds[mine])
+                seconds[mine] += self.exposed_s(stage, own, seconds[mine])
         if host_s := self.times.microbatch_s:  # where a rank fetches a microbatch, not at each of its stages
             _, firsts = np.unique(columns.rank * (each + 1) + columns.microbatch, return_index=True)
             seconds[firsts] += host_s
@@ -131,8 +141,8 @@ class StepSimulator:
         forward, backward = self.times.passes_s(work, works)
         return np.where(columns.is_backward, backward[at], forward[at])
 
-    def _exposed_s(self, stage: Stage, columns: Computations, computing: FloatArray) -> FloatArray:
-        """Seconds of collectives that the computations do not hide."""
+    def exposed_s(self, stage: Stage, columns: Computations | Passes, computing: FloatArray) -> FloatArray:
+        """Return seconds of collectives that a stage's computations do not hide, ``[C]``; computing: of each."""
         times, meets, work = self.times, self._meets, self._work(stage)
         exposed = np.zeros_like(computing)
         if times.degrees.dp == 1:
@@ -140,6 +150,10 @@ class StepSimulator:
         reduced = columns.is_backward & (columns.is_last | meets.reduces_each)
         if (measured := self._measured_s(stage)) is not None:
             gathering, reducing = measured
+            if meets.gathers == "once":  # what was measured of a step is the gather and the reduction, in float32
+                nbytes = times.times.setup.dtype_nbytes
+                gathered = nbytes / (nbytes + FLOAT32_NBYTES) * reducing
+                return columns.is_first * gathered + reduced * (reducing - gathered)
             return np.where(columns.is_backward, 0.0, gathering) + reduced * reducing
         if meets.gathers != "never":
             forward = times.gather_s(work, computing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import flowtrain
 from flowtrain.cli.app import app
 from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.calibration import CalibrationReport, calibrate_run
+from flowtrain.controller.calibration import CalibrationReport, calibrate_runs
+from flowtrain.controller.calibration_fit import Pairs
+from flowtrain.costs.calibration import Calibration
 from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import run_dir
@@ -38,11 +41,19 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def write_run(
-    config: RunConfig, longer: float = 1.0, stall: bool = False, actor: str = "backbone-dp0-pp0-tp0 (emulated)"
+    config: RunConfig,
+    longer: float = 1.0,
+    stall: bool = False,
+    actors: Sequence[str] = ("backbone-dp0-pp0-tp0",),
+    joined_s: float = 0.0,
+    beside_s: float = 0.0,
+    encode_at_s: float = 0.0,
 ) -> Path:
-    """Write what a run leaves; longer: factor of all its spans; actor: of the backbone.
+    """Write what a run leaves. The devices' time is half of this machine's.
 
-    The devices' time is half of this machine's.
+    longer: factor of all its spans. actors: of the backbone; each has the stage of its pipeline rank. joined_s: more
+    of a step's first forward and last backward. beside_s: more of a step than its spans. encode_at_s: of an encoder's
+    span, since the step began.
     """
     root = run_dir(config).root
     root.mkdir(parents=True, exist_ok=True)
@@ -50,22 +61,27 @@ def write_run(
     lines, spans = [], []
     for step in range(STEPS):
         begin = 1000.0 + step * 2 * STEP_S
-        lines.append({"timestamp": begin + 2 * STEP_S, "step_time_s": STEP_S, "starved_s": 0.5, "step": step + 1})
-        at, tokens = begin + 0.1, 60 + 10 * (step % 3)
-        for number in range(MICROBATCHES):
-            for name, seconds in (("forward", 0.1), ("backward", 0.2)):
-                took = longer * seconds * (20 if stall and step == 5 and number == 1 else 1)
-                args: dict[str, int | float | str] = {
-                    "microbatch": number,
-                    "module": "backbone",
-                    "stage": 0,
-                    "num_tokens": tokens,
-                    "images": 0,
-                }
-                spans.append(Span(actor, name, at, at + took, args))
-                at += took
-        spans.append(Span(actor, "optimizer", at, at + longer * 0.02, {"step": step + 1}))
-        spans.append(Span("encoder-0 (emulated)", "encode", begin, begin + longer * 0.3, {"images": 4, "unit": step}))
+        line = {"step_time_s": STEP_S + beside_s, "starved_s": 0.5, "step": step + 1}
+        lines.append({"timestamp": begin + 2 * STEP_S, **line})
+        tokens = 60 + 10 * (step % 3)
+        for actor in actors:
+            at, stage = begin + 0.1, int(actor.partition("-pp")[2][0])
+            for number in range(MICROBATCHES):
+                for name, seconds in (("forward", 0.1), ("backward", 0.2)):
+                    took = longer * seconds * (20 if stall and step == 5 and number == 1 else 1)
+                    took += joined_s * ((name, number) in (("forward", 0), ("backward", MICROBATCHES - 1)))
+                    args: dict[str, int | float | str] = {
+                        "microbatch": number,
+                        "module": "backbone",
+                        "stage": stage,
+                        "num_tokens": tokens,
+                        "images": 0,
+                    }
+                    spans.append(Span(f"{actor} (emulated)", name, at, at + took, args))
+                    at += took
+            spans.append(Span(f"{actor} (emulated)", "optimizer", at, at + longer * 0.02, {"step": step + 1}))
+        at = begin + encode_at_s
+        spans.append(Span("encoder-0 (emulated)", "encode", at, at + longer * 0.3, {"images": 4, "unit": step}))
     run_dir(config).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     writer = TraceWriter(run_dir(config).trace)
     writer.write(spans)
@@ -82,21 +98,95 @@ def test_an_update_is_compared_with_that_of_its_own_pipeline_rank(config: RunCon
     split = override_config(config, ["backbone.pipeline_parallel_size=2", "name=split"])
     found = []
     for rank in (0, 1):
-        root = write_run(split, actor=f"backbone-dp0-pp{rank}-tp0 (emulated)")
-        found.append(calibrate_run(root).calibration.optimizer)
+        root = write_run(split, actors=[f"backbone-dp0-pp{rank}-tp0"])
+        found.append(calibrate_runs([root]).calibration.optimizer)
         shutil.rmtree(root)
     assert found[0] != pytest.approx(found[1], rel=0.01), "the last rank has a head, the first one a connector"
 
 
 def test_factors_are_in_proportion_to_the_spans_and_stalls_do_not_count(config: RunConfig) -> None:
-    once = calibrate_run(write_run(config))
+    once = calibrate_runs([write_run(config)])
     assert all(each > 0.0 for each in factors(once)) and once.num_steps == STEPS - 1
-    assert factors(calibrate_run(write_run(config, longer=1.5))) == pytest.approx(
+    assert factors(calibrate_runs([write_run(config, longer=1.5)])) == pytest.approx(
         [1.5 * each for each in factors(once)]
     )
-    assert factors(calibrate_run(write_run(config, stall=True)))[0] == pytest.approx(factors(once)[0], rel=0.05)
+    assert factors(calibrate_runs([write_run(config, stall=True)]))[0] == pytest.approx(factors(once)[0], rel=0.05)
     # Of 2 s a step the devices compute 0.46 s and wait 0.5 s for data.
     assert once.calibration.step_host_s == pytest.approx(2.0 - 0.5 - (3 * 0.3 + 0.02) / 2.0)
+
+
+def test_several_runs_are_one_fit(config: RunConfig) -> None:
+    other = override_config(config, ["name=other"])
+    one, two = (calibrate_runs([write_run(each, longer)]) for each, longer in ((config, 1.0), (other, 3.0)))
+    roots = [run_dir(each).root for each in (config, other)]
+    both = calibrate_runs(roots)
+    assert both.num_steps == one.num_steps + two.num_steps and both.calibration.run == "done, other"
+    low, middle, high = (factors(each) for each in (one, both, two))
+    assert all(lower < mean < higher for lower, mean, higher in zip(low, middle, high, strict=True))
+
+
+def test_runs_of_different_models_are_refused(config: RunConfig) -> None:
+    wider = override_config(config, ["name=wider", "backbone.config.intermediate_size=160"])
+    with pytest.raises(ConfigError, match=r"runs done and wider train different models \(backbone differ\)"):
+        calibrate_runs([write_run(each) for each in (config, wider)])
+
+
+def test_collectives_have_a_factor_of_their_own(config: RunConfig) -> None:
+    two = override_config(config, ["backbone.data_parallel_size=2", "backbone.sharding=gradients"])
+    actors = [f"backbone-dp{rank}-pp0-tp0" for rank in (0, 1)]
+
+    def fitted(joined_s: float) -> Calibration:
+        return calibrate_runs([write_run(two, actors=actors, joined_s=joined_s)]).calibration
+
+    little, much = fitted(0.5), fitted(1.0)
+    assert little.backbone == much.backbone, "passes in the middle of a step have no collectives"
+    assert much.collectives == pytest.approx(2.0 * little.collectives, rel=0.3)
+
+
+def test_where_every_pass_has_collectives_both_get_one_factor() -> None:
+    pairs = Pairs(joined=[(3.0 * (number + 1), number, 1.0) for number in range(9)])
+    found = pairs.calibration("run", ["vision"])
+    assert found.backbone == found.collectives == pytest.approx(3.0) and found.encoder("vision") == 1.0
+    pairs.joined.pop(), pairs.joined.pop()
+    assert pairs.calibration("run", ["vision"]).collectives == 1.0, "too few say nothing"
+
+
+def test_what_auto_became_is_read_from_the_runs_own_notes(config: RunConfig) -> None:
+    two = override_config(config, ["backbone.data_parallel_size=2", "backbone.sharding=auto"])
+    root = write_run(two, actors=[f"backbone-dp{rank}-pp0-tp0" for rank in (0, 1)], joined_s=0.5)
+    before = calibrate_runs([root]).calibration
+    note = {"event": "note", "text": "sharding: gradients (auto: whole parameters would take 0.1 GiB)"}
+    run_dir(two).events.write_text(json.dumps(note) + "\n")
+    after = calibrate_runs([root]).calibration
+    run_dir(two).config.write_text(dump_resolved(override_config(two, ["backbone.sharding=gradients"])))
+    assert before != after == calibrate_runs([root]).calibration
+
+
+def test_what_overlaps_on_a_shared_device_counts_once(config: RunConfig) -> None:
+    colocated = override_config(config, ["mode=colocated"])
+
+    def fitted(encode_at_s: float) -> Calibration:
+        return calibrate_runs([write_run(colocated, encode_at_s=encode_at_s)]).calibration
+
+    beside, inside = fitted(3.0), fitted(0.2)
+    for each in (beside, inside):
+        assert each.backbone == each.encoder("vision") == each.collectives, "all have the device's factor"
+    # Of 0.9 s of passes and 0.3 s of encoding, with the first inside of the second, 0.9 s are left.
+    assert inside.backbone / beside.backbone == pytest.approx(0.9 / 1.2)
+
+
+def test_with_pipeline_ranks_the_host_has_what_their_lists_leave(config: RunConfig) -> None:
+    split = override_config(config, ["backbone.pipeline_parallel_size=2"])
+    actors = [f"backbone-dp0-pp{rank}-tp0" for rank in (0, 1)]
+    hosts = [
+        calibrate_runs([write_run(split, actors=actors, beside_s=beside_s)]).calibration.step_host_s
+        for beside_s in (0.0, 0.25)
+    ]
+    # Three microbatches of 0.15 s on two ranks: four slots, and an update of 0.01 s; transfers take little.
+    assert hosts[0] == pytest.approx(STEP_S - 0.5 - 4 * 0.15 - 0.01, abs=0.01)
+    assert hosts[1] - hosts[0] == pytest.approx(0.25)
+    alone = calibrate_runs([write_run(split, actors=actors[:1])]).calibration
+    assert alone.step_host_s == 0.0, "a rank's spans are missing"
 
 
 def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: Path) -> None:
@@ -121,9 +211,11 @@ def test_what_says_nothing_is_refused(config: RunConfig, tmp_path: Path) -> None
     root = write_run(config)
     run_dir(config).trace.unlink()
     with pytest.raises(ConfigError, match=r"has no whole step after the first; .* observability.trace.steps=8"):
-        calibrate_run(root)
+        calibrate_runs([root])
     with pytest.raises(ConfigError, match="no run"):
         flowtrain.calibrate(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="name at least one"):
+        flowtrain.calibrate()
     real = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"}), "emulated": None})
     with pytest.raises(ConfigError, match=r"run done: no data sheet and no measured times .*--profile FILE"):
-        calibrate_run(write_run(real))
+        calibrate_runs([write_run(real)])

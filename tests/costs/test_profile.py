@@ -102,6 +102,11 @@ def test_a_foreign_or_stale_profile_names_everything_that_differs() -> None:
     )
 
 
+def test_the_sharding_that_earlier_versions_noted_does_not_matter() -> None:
+    noted = replace(PROFILE, model={**PROFILE.model, "sharding": "full"})
+    noted.check(PROFILE.device, PROFILE.model, PROFILE.versions)
+
+
 def test_lengths_are_interpolated_and_held_at_the_short_end() -> None:
     asked = np.array([512.0, 1024.0, 2560.0, 8192.0, 9000.0])
     assert times().layer_s(asked, 1).tolist() == pytest.approx([0.01, 0.01, 0.02, 0.08, 0.08 * 9000 / 8192])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from typing import Literal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes, StageWork
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
+from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
@@ -23,7 +25,7 @@ from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partitio
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.simulator.engine import Timeline
 from flowtrain.simulator.program import Program
-from flowtrain.simulator.step import StepSimulator
+from flowtrain.simulator.step import Passes, StepSimulator
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
 from tests.pipeline.random_schedules import random_schedule
@@ -141,3 +143,21 @@ def test_replicas_with_less_to_do_wait_for_the_others() -> None:
     even = timeline_of(simulator, program, [long, short, long, short])
     assert uneven.makespan_s > 1.2 * even.makespan_s  # each slot takes as long as its longer microbatch
     assert uneven.finish_s[0] == uneven.finish_s[1]
+
+
+@pytest.mark.parametrize(("dtype", "gathered"), [("bfloat16", 1 / 3), ("float32", 1 / 2)])
+def test_what_replicas_were_measured_to_cost_a_step_is_a_gather_and_a_reduction(dtype: str, gathered: float) -> None:
+    """Where parameters stay whole during a step: in its first forward and its last backward, by their bytes."""
+    times = action_times(Degrees(2, 1, 1), "gradients")
+    costs = Mock(ModuleTimes, replicas_s=lambda *asked: (np.zeros(1), np.array([0.6])))
+    on_devices = replace(times.times, setup=replace(times.times.setup, dtype=dtype))
+    on_devices.__dict__["of_any_data"] = costs
+    partition = build_partition(DEPTH, 1)
+    simulator = StepSimulator(partition, replace(times, times=on_devices))
+    passes = Passes(
+        is_backward=np.array([False, False, True, True]),
+        is_last=np.array([False, False, False, True]),
+        is_first=np.array([True, False, False, False]),
+    )
+    exposed = simulator.exposed_s(partition.stages[0], passes, np.ones(4))
+    assert exposed == pytest.approx([0.6 * gathered, 0.0, 0.0, 0.6 * (1 - gathered)])

@@ -1,0 +1,309 @@
+"""What the spans of a finished run took, beside what was predicted for them. No Ray, no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.actor_specs import actor_specs_of
+from flowtrain.controller.planning.planned import Planned
+from flowtrain.costs.action_times import ActionTimes, DeviceTimes
+from flowtrain.costs.calibration import FEWEST, Calibration, factor, robust_mean, robust_remainder
+from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.profiled_times import CPU
+from flowtrain.emulation.process import BACKBONE
+from flowtrain.pipeline.actions import StageModule
+from flowtrain.pipeline.configured import configured_partition
+from flowtrain.pipeline.partition import Partition, Stage
+from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.program import BoolArray
+from flowtrain.simulator.step import Passes, StepSimulator, stage_work
+from flowtrain.types.messages import Span
+
+FORWARD, BACKWARD, UPDATE, ENCODE, DECODE = "forward", "backward", "optimizer", "encode", "decode"
+WORK = (FORWARD, BACKWARD, UPDATE, ENCODE, DECODE)
+"""Names of the spans that are compared."""
+SHARED = "shared"
+"""Kind of pairs: all that a device does in a step, where processes or threads share it."""
+_COORDINATES = re.compile(r"backbone-dp(\d+)-pp(\d+)-tp(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One step's spans; seconds are the devices'."""
+
+    seconds: float
+    starved_s: float
+    spans: tuple[Span, ...]
+    scale: float
+    """Seconds of this machine in one of the devices'."""
+
+    def seconds_of(self, spans: Iterable[Span]) -> float:
+        """Return the seconds in which any of the spans lasts."""
+        total, until = 0.0, -np.inf
+        for span in sorted(spans, key=lambda each: each.start_s):
+            total += max(0.0, span.end_s - max(span.start_s, until))
+            until = max(until, span.end_s)
+        return total / self.scale
+
+
+@dataclass(slots=True)
+class Pairs:
+    """Measured and predicted seconds by what they are of, from any number of steps and runs."""
+
+    measured: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
+    predicted: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
+    joined: list[tuple[float, float, float]] = field(default_factory=list)
+    """Passes with collectives: measured seconds, predicted ones of computing, and of collectives."""
+    host_s: list[float] = field(default_factory=list)
+    """Of each step: seconds that are neither its ranks' work nor waits for data."""
+
+    def add(self, kind: str, measured: float, predicted: float) -> None:
+        """Add a pair; a prediction of nothing says nothing."""
+        if predicted > 0.0:
+            self.measured[kind].append(measured)
+            self.predicted[kind].append(predicted)
+
+    def calibration(self, run: str, encoders: Sequence[str]) -> Calibration:
+        """Return the factors."""
+        factors = {kind: factor(self.measured[kind], self.predicted[kind]) for kind in self._known()}
+        shared = factors.get(SHARED, 1.0)
+        backbone, collectives = factors.get(BACKBONE, shared), shared
+        if len(self.joined) >= FEWEST:
+            took, computing, joined = zip(*self.joined, strict=True)
+            if BACKBONE in factors:
+                collectives = robust_remainder(took, [backbone * each for each in computing], joined)
+            else:  # every pass has collectives, so both get one factor
+                backbone = collectives = factor(took, [sum(each) for each in zip(computing, joined, strict=True)])
+        counted = sum(len(self.measured[kind]) for kind in factors)
+        return Calibration(
+            run=run,
+            backbone=backbone,
+            encoders={name: factors.get(name, shared) for name in encoders},
+            collectives=collectives,
+            optimizer=factors.get(UPDATE, 1.0),
+            step_host_s=robust_mean(self.host_s) if self.host_s else 0.0,
+            num_spans=counted + (len(self.joined) if len(self.joined) >= FEWEST else 0),
+        )
+
+    def _known(self) -> list[str]:
+        return [kind for kind, found in self.measured.items() if len(found) >= FEWEST]
+
+
+class Fit:
+    """Predicts a run's spans, step by step.
+
+    Where an encoder's actor shares its device with a rank (``colocated``), or a rank's device also decodes images
+    (``monolithic`` on CPUs), a span's end tells little of its own work. There all that a device does in a step is one
+    pair.
+    """
+
+    def __init__(self, config: RunConfig, planned: Planned, times: DeviceTimes) -> None:
+        plan = fixed_plan(config)
+        degrees = plan.backbone.degrees
+        setup = times.setup
+        shards = setup.shard_size if setup.sharding == "hybrid" and setup.shard_size else degrees.dp
+        self._config, self._planned, self._times, self._degrees = config, planned, times, degrees
+        self._actions = ActionTimes(times, degrees, shards)
+        self._encoder = next(iter(config.encoders))
+        self._partition: Partition = configured_partition(config, planned.model, degrees.pp)
+        self._simulator = StepSimulator(self._partition, self._actions, self._encoder)
+        lengths = planned.workload.lengths.astype(np.float64)
+        self._squares = float(np.square(lengths).sum() / lengths.sum())
+        specs = actor_specs_of(plan)
+        self._on_cpu, is_colocated = times.device.name == CPU, config.mode == "colocated"
+        self._shares = is_colocated or (config.mode == "monolithic" and self._on_cpu)
+        # Ranks of a tensor parallel group do the same at the same time: where devices are shared, one stands for all.
+        traced = [spec for spec in specs if not is_colocated or spec.index % spec.plan.degrees.tp == 0]
+        self._modules = {spec.name: spec.module for spec in traced}
+        self._places = {spec.name: spec.place if is_colocated else spec.name for spec in traced}
+
+    def add(self, step: TracedStep, pairs: Pairs) -> None:
+        """Add what a step's spans took and should have taken."""
+        by_actor: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in step.spans:
+            actor = span.actor.split(" ")[0]  # emulated ones say so
+            if actor in self._modules:
+                by_actor[actor].append(span)
+        shared: defaultdict[str, _Shared] = defaultdict(_Shared)
+        replicas: defaultdict[int, list[Span]] = defaultdict(list)
+        for actor, spans in by_actor.items():
+            if self._modules[actor] == BACKBONE:
+                main = [span for span in spans if span.name != DECODE]
+                dp_rank, _, tp_rank = _coordinates(actor)
+                if tp_rank == 0:
+                    replicas[dp_rank] += main
+                self._add_rank(step, main, pairs, shared[self._places[actor]])
+            else:
+                self._add_encoder(step, actor, spans, pairs, shared[self._places[actor]])
+        if self._shares:
+            for each in shared.values():
+                pairs.add(SHARED, step.seconds_of(each.spans), each.predicted_s)
+        busy = [self._busy_s(step, spans) for spans in replicas.values()]
+        if busy and None not in busy:
+            pairs.host_s.append(max(0.0, step.seconds - step.starved_s - max(filter(None, busy), default=0.0)))
+
+    def _busy_s(self, step: TracedStep, spans: Sequence[Span]) -> float | None:
+        """Seconds that a replica's work alone would take, if no rank did anything else; None if that is not known.
+
+        With pipeline ranks, which wait for each other between their actions: what their action lists would take.
+        """
+        if self._degrees.pp == 1:
+            return step.seconds_of(spans)
+        if self._config.pipeline.policy == "pipetune":
+            return None  # its lists were searched for each step
+        found: defaultdict[tuple[int, int, bool], float] = defaultdict(float)
+        updates = [0.0]
+        for span in spans:
+            if span.name == UPDATE:
+                updates.append(step.seconds_of([span]))
+                continue
+            stage = self._partition.of_module(StageModule(str(span.args["module"])))[int(span.args["stage"])]
+            place = self._partition.stages.index(stage)
+            found[place, int(span.args["microbatch"]), span.name == BACKWARD] += step.seconds_of([span])
+        count = len({microbatch for _, microbatch, _ in found})
+        program = self._simulator.named(self._config.pipeline.schedule, count, 1)
+        columns = program.computations
+        keys = list(zip(columns.place.tolist(), columns.microbatch.tolist(), columns.is_backward.tolist(), strict=True))
+        if set(keys) != set(found):
+            return None  # a part of the step's spans is not in the trace
+        parts = Counter(keys)
+        seconds = np.array([found[key] / parts[key] for key in keys])
+        sizes = np.zeros((2, count), dtype=np.int64)
+        for span in spans:
+            if span.name != UPDATE:
+                number, size = int(span.args["microbatch"]), (span.args["num_tokens"], span.args.get("images", 0))
+                sizes[:, number] = np.maximum(sizes[:, number], np.array(size, dtype=np.int64))
+        _, transfers = self._simulator.durations(program, self._columns(sizes[0].astype(np.float64), sizes[1]))
+        return Timeline(program, seconds, transfers, buffered=self._on_cpu).makespan_s + max(updates)
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
+
+    def _add_rank(self, step: TracedStep, spans: Sequence[Span], pairs: Pairs, shared: _Shared) -> None:
+        passes: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
+        for span in spans:
+            if span.name == UPDATE:
+                pairs.add(UPDATE, step.seconds_of([span]), self._update_s(span))
+            else:
+                passes[str(span.args["module"]), int(span.args["stage"])].append(span)
+        for (module, number), found in passes.items():
+            stage = self._partition.of_module(StageModule(module))[number]
+            found.sort(key=lambda span: span.start_s)
+            computing = self._computing_s(stage, found)
+            collectives = self._collectives_s(stage, found, computing)
+            if self._shares:
+                shared.add(found, self._slowdown * float((computing + collectives).sum()))
+                continue
+            for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
+                measured = step.seconds_of([span])
+                if stage.module is StageModule.ENCODER:
+                    pairs.add(self._encoder, measured, alone + joined)
+                elif joined > 0.0:
+                    pairs.joined.append((measured, alone, joined))
+                else:
+                    pairs.add(BACKBONE, measured, alone)
+
+    def _update_s(self, span: Span) -> float:
+        _, rank, _ = _coordinates(span.actor)
+        works = [stage_work(self._partition, each, self._encoder) for each in self._partition.of_rank(rank)]
+        return self._actions.optimizer_s(works)
+
+    def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> FloatArray:
+        """Seconds of computing; spans: a stage's of one rank and step."""
+        tokens = np.array([float(span.args["num_tokens"]) for span in spans])
+        images = np.array([int(span.args.get("images", 0)) for span in spans])
+        work = stage_work(self._partition, stage, self._encoder)
+        forward, backward = self._actions.passes_s(work, self._columns(tokens, images))
+        return np.where(self._are_backward(spans), backward, forward)
+
+    def _columns(self, tokens: FloatArray, images: IntArray) -> MicrobatchColumns:
+        """Microbatches of so many tokens and images, with the data's mean mix."""
+        data = self._planned.workload
+        return MicrobatchColumns(
+            tokens,
+            self._squares * tokens,
+            data.vision_share * tokens,
+            data.target_share * tokens,
+            np.full(images.sum(), self._mean_patches(self._encoder)),
+            images,
+        )
+
+    def _collectives_s(self, stage: Stage, spans: Sequence[Span], computing: FloatArray) -> FloatArray:
+        """Seconds of collectives that computing does not hide; spans: a stage's of one rank and step, in order."""
+        are_backward = self._are_backward(spans)
+        are_first, are_last = np.zeros_like(are_backward), np.zeros_like(are_backward)
+        are_first[np.flatnonzero(~are_backward)[:1]] = True
+        are_last[np.flatnonzero(are_backward)[-1:]] = True
+        return self._simulator.exposed_s(stage, Passes(are_backward, are_last, are_first), computing)
+
+    @staticmethod
+    def _are_backward(spans: Sequence[Span]) -> BoolArray:
+        return np.array([span.name == BACKWARD for span in spans])
+
+    # --- encoders ---------------------------------------------------------------------------------------------------
+
+    def _add_encoder(self, step: TracedStep, actor: str, spans: Sequence[Span], pairs: Pairs, shared: _Shared) -> None:
+        name = self._modules[actor]
+        tp = self._config.encoders[name].tensor_parallel_size
+        # A CPU decodes images with the cores that forward them; an accelerator's host does it meanwhile.
+        work = [span for span in spans if span.name == ENCODE or (self._on_cpu and span.name == DECODE)]
+        num_images = sum(int(span.args.get("images", 0)) for span in work if span.name == ENCODE)
+        patches = np.full(num_images, self._mean_patches(name))
+        predicted = float(self._times.each_forward_s(name, patches, tp).sum())
+        if self._shares:
+            shared.add(work, self._slowdown * predicted)
+        else:
+            pairs.add(name, step.seconds_of(work), predicted)
+
+    def _mean_patches(self, encoder: str) -> int:
+        """Of an image."""
+        num_images, num_patches = self._planned.workload.images[encoder]
+        return max(1, round(float(num_patches.sum()) / max(1, int(num_images.sum()))))
+
+    @property
+    def _slowdown(self) -> float:
+        """Of all work on a device that an encoder's actor shares."""
+        return self._times.slowdown(self._encoder) if self._config.mode == "colocated" else 1.0
+
+
+def _coordinates(actor: str) -> tuple[int, int, int]:
+    """Data, pipeline and tensor parallel rank of a backbone actor, by its name."""
+    found = _COORDINATES.match(actor)
+    assert found is not None, actor
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What a device did in a step."""
+
+    spans: list[Span] = field(default_factory=list)
+    predicted_s: float = 0.0
+
+    def add(self, spans: Iterable[Span], predicted_s: float) -> None:
+        self.spans += spans
+        self.predicted_s += predicted_s
+
+
+def traced_steps(spans: Sequence[Span], lines: Sequence[dict[str, Any]], scale: float) -> Iterator[TracedStep]:
+    """Yield steps whose updates are in a trace; the first one after a start, in which everything is made, is left out.
+
+    lines: of the run's metrics.
+    """
+    work = sorted((each for each in spans if each.name in WORK), key=lambda each: each.end_s)
+    ends = np.array([each.end_s for each in work])
+    for before, line in pairwise(lines):
+        first, last = np.searchsorted(ends, [before["timestamp"], line["timestamp"]], side="right")
+        inside = tuple(work[first:last])
+        if any(each.name == UPDATE for each in inside):
+            yield TracedStep(line["step_time_s"], line["starved_s"], inside, scale)

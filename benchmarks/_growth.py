@@ -15,6 +15,8 @@ from statistics import median
 OURS, RAYS = "flowtrain", "ray"
 RAYS_TITLES = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 """Of processes that have titles as actors have, and are none."""
+GRPC_POOLS = frozenset({"default-executo", "event_engine", "resolver-execut"})
+"""Threads of gRPC in the code of Ray that each process loads: started when there is a queue, up to the pool's size."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,13 @@ class Held:
 
     @property
     def num_threads(self) -> int:
-        """All of them."""
-        return sum(self.threads.values())
+        """All but those of gRPC's pools."""
+        return sum(number for name, number in self.threads.items() if name not in GRPC_POOLS)
+
+    @property
+    def num_pooled(self) -> int:
+        """Threads of the fullest one of gRPC's pools."""
+        return max((self.threads.get(name, 0) for name in GRPC_POOLS), default=0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Growth:
     """What one process held more in the last quarter of the looks than in the second one, as medians.
 
     nbytes_a_step: the same memory over the steps between the middles of both quarters. new_threads: their names.
+    more_pooled, most_pooled: threads of gRPC's pools, which more_threads does not count; the most at any look.
     """
 
     role: str
@@ -58,6 +66,8 @@ class Growth:
     more_threads: float
     nbytes_a_step: float
     new_threads: tuple[str, ...] = ()
+    more_pooled: float = 0.0
+    most_pooled: int = 0
 
 
 def look_at(session: int, at_s: float, step: int) -> Look:
@@ -138,6 +148,8 @@ def growths(looks: Sequence[Look]) -> Iterator[Growth]:
             more_threads=_more(early, late, "num_threads"),
             nbytes_a_step=more / steps if steps else 0.0,
             new_threads=tuple(sorted((Counter(late[-1].threads) - Counter(early[0].threads)).elements())),
+            more_pooled=_more(early, late, "num_pooled"),
+            most_pooled=max(held.num_pooled for held in early + late),
         )
 
 

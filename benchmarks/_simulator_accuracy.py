@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from flowtrain.allocator.drawn_batches import SIMULATED_BATCHES, DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.modes import host_s
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.simulated import simulated_run
-from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.allocator.simulated import DeviceTimesOf, simulated_run
+from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.allocator.whole import slowdown_of
 from flowtrain.config.load import load_config
 from flowtrain.config.run import RunConfig
@@ -37,6 +38,7 @@ from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile
 from flowtrain.observability.metrics import read_metrics
+from flowtrain.simulator.run import SimulatedRun
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
 
@@ -122,31 +124,59 @@ def predicted_rate(config: RunConfig, case: Case, profile: Profile) -> float:
 
     As a plan's rate, it counts what the run's own processes take from the cores.
     """
-    at, candidate, device = _asked(config, case, profile)
-    times_of = device_times(config, OperatorRules.of(config.costs), profile)
-    surrogate = surrogates(times_of)(at)
-    slowdown, _ = slowdown_of(at, surrogate, device)
-    size = at.workload.global_batch_size
-    order = np.arange(len(at.workload.lengths)).reshape(-1, size)[WARM_UP:-ENDING]  # samples are not shuffled
-    seconds = 0.0
-    for first in range(0, len(order), SIMULATED_BATCHES):
-        batches = DrawnBatches(order[first : first + SIMULATED_BATCHES], config.step_scheduler)
-        run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown)
-        idle_s = drawn_rate(at, surrogate, candidate, batches, slowdown).idle_s
-        seconds += len(batches.batches) * (run.step_s + host_s(at, surrogate, candidate, idle_s))
-    return size * len(order) / seconds
+    asked = _asked(config, case, profile)
+    seconds, num_samples = 0.0, 0
+    for batches, run in _simulated(asked, config, slice(WARM_UP, -ENDING)):
+        idle_s = drawn_rate(asked.request, asked.surrogate, asked.candidate, batches, asked.slowdown).idle_s
+        host = host_s(asked.request, asked.surrogate, asked.candidate, idle_s)
+        seconds += len(batches.batches) * (run.step_s + host)
+        num_samples += batches.batches.size
+    return num_samples / seconds
 
 
 def predicted_peak(config: RunConfig, case: Case) -> int:
-    """Return the predicted bytes of the fullest backbone rank; no measured time changes them."""
-    at, candidate, _ = _asked(config, case, None)
-    if candidate.mode == "monolithic":
-        return monolithic.memory(at, candidate.backbone, candidate.encoder_layers or "first").peak
-    return at.backbone_memory(candidate.backbone).peak
+    """Return the bytes that the simulator gives the fullest backbone rank in the steps that are counted.
+
+    The rates are those of data sheets: no time changes what a rank holds.
+    """
+    runs = _simulated(_asked(config, case, None), config, slice(1, None))
+    return max(sum(rank.values()) for _, run in runs for rank in run.rank_peaks())
 
 
-def _asked(config: RunConfig, case: Case, profile: Profile | None) -> tuple[Request, ModeCandidate, str]:
-    """Return the request, the configured degrees as a candidate, and the type of the devices."""
+def planned_peak(config: RunConfig, case: Case) -> int:
+    """Return the bytes that a plan reserves for the fullest backbone rank: those of full microbatches."""
+    asked = _asked(config, case, None)
+    at, backbone = asked.request, asked.candidate.backbone
+    if asked.candidate.mode == "monolithic":
+        return monolithic.memory(at, backbone, asked.candidate.encoder_layers or "first").peak
+    return at.backbone_memory(backbone).peak
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The configured degrees as the planner asks the simulator for them."""
+
+    request: Request
+    surrogate: Surrogate
+    times_of: DeviceTimesOf
+    candidate: ModeCandidate
+    slowdown: float
+
+
+def _simulated(asked: _Asked, config: RunConfig, steps: slice) -> Iterator[tuple[DrawnBatches, SimulatedRun]]:
+    """Yield simulated runs over the batches of these steps; samples are not shuffled."""
+    order = np.arange(len(asked.request.workload.lengths)).reshape(-1, asked.request.workload.global_batch_size)[steps]
+    for first in range(0, len(order), SIMULATED_BATCHES):
+        batches = DrawnBatches(order[first : first + SIMULATED_BATCHES], config.step_scheduler)
+        yield (
+            batches,
+            simulated_run(
+                asked.request, asked.surrogate, asked.times_of, asked.candidate, batches, slowdown=asked.slowdown
+            ),
+        )
+
+
+def _asked(config: RunConfig, case: Case, profile: Profile | None) -> _Asked:
     planned = planned_run(config)
     cluster = cluster_of(AskedDevices(devices=2), planned, profile)
     (device,) = cluster.device_types
@@ -154,7 +184,11 @@ def _asked(config: RunConfig, case: Case, profile: Profile | None) -> tuple[Requ
     encoders = {"vision": Candidate("vision", device.name, Degrees(dp=case.num_encoders))} if case.num_encoders else {}
     place = config.pipeline.encoder_layers if case.mode == "monolithic" else None
     candidate = ModeCandidate(case.mode, backbone, encoders, encoder_layers=place, devices=2)
-    return request_of(planned, cluster, profile).of(backbone), candidate, device.name
+    request = request_of(planned, cluster, profile).of(backbone)
+    times_of = device_times(config, OperatorRules.of(config.costs), profile)
+    surrogate = surrogates(times_of)(request)
+    slowdown, _ = slowdown_of(request, surrogate, device.name)
+    return _Asked(request, surrogate, times_of, candidate, slowdown)
 
 
 def run(config: RunConfig, case: Case) -> Ran:

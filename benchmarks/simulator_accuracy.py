@@ -8,8 +8,8 @@ mixes of samples in turn, several rounds, every process pinned to its core. A pr
 profile``); each case is simulated with its own degrees on it, over the very batches of the steps that are measured.
 Calibrated predictions use ``flowtrain calibrate`` on the same case's runs of the other mixes, never on the runs that
 are tested. Peak memory is what the living tensors of the fullest backbone rank take, counted at each new one in a run
-of its own (as benchmarks/memory.py does). Runs use the quickstart's model, and with --models-dir (written by
-scripts/real_models.py) a second one. Exits with 1 if a run fails.
+of its own (as benchmarks/memory.py does); what a plan reserves, for full microbatches, stands beside it. Runs use the
+quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one. Exits with 1 if a run fails.
 
 --keep: profiles and timed runs stay there; what is there already is not measured again.
 """
@@ -44,6 +44,7 @@ from _simulator_accuracy import (
     Ran,
     config_of,
     counted_peak,
+    planned_peak,
     predicted_peak,
     predicted_rate,
     run,
@@ -91,11 +92,12 @@ class Tested:
 
 @dataclass(frozen=True)
 class Counted:
-    """The peak memory of one case on one mix."""
+    """The peak memory of one case on one mix, in bytes."""
 
     label: str
     measured: int
     predicted: int
+    planned: int
 
     @property
     def error(self) -> float:
@@ -146,9 +148,11 @@ def test_memory(label: str, workloads: dict[str, Workload], cases: Sequence[Case
     counted = []
     for case in cases:
         for mix, workload in workloads.items():
-            config = config_of(workload, case, f"{case.name}-{mix}-counted", COUNTED_STEPS)
-            counted.append(Counted(f"{label}.{case.name}.{mix}", counted_peak(config), predicted_peak(config, case)))
-            _say(f"{counted[-1].label}: {counted[-1].measured} bytes, {100 * counted[-1].error:+.1f} %")
+            name = f"{label}.{case.name}.{mix}"
+            config = config_of(workload, case, f"{name.replace('.', '-')}-counted", COUNTED_STEPS)
+            each = Counted(name, counted_peak(config), predicted_peak(config, case), planned_peak(config, case))
+            _say(f"{name}: {each.measured} bytes, {100 * each.error:+.1f} %, planned {each.planned}")
+            counted.append(each)
     return counted
 
 
@@ -161,7 +165,7 @@ def figures_of(tested: Sequence[Tested], counted: Sequence[Counted]) -> list[Fig
             note += f", calibrated {100 * each.calibrated_error:+.1f} %"
         figures.append(Figure(f"{each.label}.error", each.error, "of the rate", note=note))
     for count in counted:
-        note = f"measured {count.measured / 2**20:.1f} MiB"
+        note = f"measured {count.measured / 2**20:.1f} MiB, planned {count.planned / 2**20:.1f}"
         figures.append(Figure(f"{count.label}.peak_error", count.error, "of the peak", note=note))
     if tested:
         figures += _rate_figures(tested)

@@ -7,8 +7,9 @@ python benchmarks/soak_run.py --looks FILE [--json]
 Trains the quickstart with two encoders and two ranks, with evaluations, answers, checkpoints, snapshots and
 TensorBoard. Some steps are traced on demand every few minutes, and now and then the youngest encoder or feeder is
 killed; the others must not grow by it. The last quarter of the time is compared with the second one: a process that
-leaks shows it there, a cache that fills does not. Ray's own processes are shown without a target. The run is ended by
-SIGINT, and must end as a user's would. Exits with 1 if something grows, or the run fails.
+leaks shows it there, a cache that fills does not. Ray's own processes are shown without a target. Every process that
+loads Ray has gRPC's pools of threads, which fill when the machine is busy: these may fill to their size, and no more.
+The run is ended by SIGINT, and must end as a user's would. Exits with 1 if something grows, or the run fails.
 
 --keep: the run's files and all looks stay there. --looks FILE: print the figures of such looks, and run nothing.
 """
@@ -50,6 +51,8 @@ OVERRIDES = (
 )
 ALLOWED_NBYTES, ALLOWED_SHARE = 4 * MIB, 0.02
 """Of memory between the two quarters; the greater one. An allocator's pages come and go by this much."""
+GRPC_POOL = max(4, 2 * (os.cpu_count() or 1)) + 1
+"""Threads of the largest one of gRPC's pools: two a core, at least four, and one that watches them."""
 EXIT_INTERRUPTED = 130
 
 
@@ -184,6 +187,10 @@ def of_role(role: str, worst: Sequence[Growth]) -> Iterator[Figure]:
     threads = max(worst, key=lambda growth: growth.more_threads)
     note = f"new: {', '.join(threads.new_threads)}" if threads.more_threads > 0 else ""
     yield at_most(f"{name}/threads", threads.more_threads, "more", 0, note)
+    pool = max(worst, key=lambda growth: growth.more_pooled)
+    if pool.more_pooled > 0:
+        note = f"{pool.more_pooled:+g}"
+        yield at_most(f"{name}/threads of a gRPC pool", pool.most_pooled, "threads", GRPC_POOL, note)
 
 
 def allowed_nbytes(growth: Growth) -> float:

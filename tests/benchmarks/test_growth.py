@@ -38,6 +38,15 @@ def test_a_leak_is_found_and_a_cache_that_fills_is_none() -> None:
     assert found["flutters"].more_threads == 2 and found["flutters"].new_threads == ("reader", "reader")
 
 
+def test_threads_of_grpcs_pools_are_counted_apart() -> None:
+    def with_pools(number: int) -> Held:
+        return Held("Encoder", OURS, MIB, 10, threads={"python": 5, "event_engine": 2 + number // 10, "reader": 1})
+
+    looks = [Look(float(number), number, {(1, 7): with_pools(number)}) for number in range(LOOKS)]
+    (growth,) = growths(looks)
+    assert growth.more_threads == 0 and growth.more_pooled == 2 and growth.most_pooled == 5
+
+
 def test_a_process_is_judged_that_lived_from_the_first_quarter_to_the_end() -> None:
     looks = [Look(float(number), number, {}) for number in range(8)]
     for number, look in enumerate(looks):

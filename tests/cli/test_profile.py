@@ -114,7 +114,6 @@ AGAIN = "or use no profile (rates are then from data sheets)"
             "model.backbone.hidden_size is 192 there and 96 in this run",
         ),
         ({}, ("model.dtype=bfloat16",), "model.dtype is 'float32' there and 'bfloat16' in this run"),
-        ({}, ("backbone.sharding=gradients",), "model.sharding is 'full' there and 'gradients' in this run"),
         ({}, ("backbone.sequence_parallel=false",), "model.sequence_parallel is True there and False in this run"),
         ({}, ("backbone.num_threads=2",), "model.threads.backbone is 1 there and 2 in this run"),
         ({}, ("scheduler.microbatch_tokens=1024",), "layers.1 was measured up to 512, scheduler.microbatch_tokens is"),

@@ -96,11 +96,17 @@ QUICK = ("decoupled", "colocated_dp2", "monolithic_dp2", "monolithic_pp2", "llm_
 
 @dataclass(frozen=True)
 class Ran:
-    """One run. rate: samples/s of the steps in the middle. machine_s: see ``SpeedProbe``."""
+    """One run. num_samples, seconds: of each step in the middle. machine_s: see ``SpeedProbe``."""
 
-    rate: float
+    num_samples: tuple[int, ...]
+    seconds: tuple[float, ...]
     directory: Path
     machine_s: float
+
+    @property
+    def rate(self) -> float:
+        """Samples/s."""
+        return sum(self.num_samples) / sum(self.seconds)
 
 
 def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfig:
@@ -192,10 +198,10 @@ def _asked(config: RunConfig, case: Case, profile: Profile | None) -> _Asked:
 
 
 def run(config: RunConfig, case: Case) -> Ran:
-    """Train, unless the run is there already, and return the rate of the steps in the middle."""
+    """Train, unless the run is there already, and return the times of the steps in the middle."""
     directory = Path(config.runs_dir, config.name)
-    metrics, probed = directory / "metrics.jsonl", directory / "machine_s"
-    if not probed.exists():
+    metrics, probed, num_steps = directory / "metrics.jsonl", directory / "machine_s", config.training.max_steps
+    if not probed.exists() or len(list(read_metrics(metrics))) != num_steps:
         shutil.rmtree(directory, ignore_errors=True)
         apart = case.mode in ("decoupled", "disaggregated")
         classes = ActorClasses(encoder=PinnedEncoder, backbone=BackboneOnSecond if apart else PinnedBackbone)
@@ -203,14 +209,15 @@ def run(config: RunConfig, case: Case) -> Ran:
             run_training(config, classes=classes)
         probed.write_text(str(probe.seconds))
     lines = list(read_metrics(metrics))[WARM_UP:-ENDING]
-    samples, seconds = (sum(line[key] for line in lines) for key in ("num_samples", "step_time_s"))
-    return Ran(samples / seconds, directory, float(probed.read_text()))
+    num_samples, seconds = (tuple(line[key] for line in lines) for key in ("num_samples", "step_time_s"))
+    return Ran(num_samples, seconds, directory, float(probed.read_text()))
 
 
 def counted_peak(config: RunConfig) -> int:
     """Train, and return the most bytes of living tensors that a backbone rank had, without those of its reads."""
     memory = _memory_of(config)
     memory.mkdir()
+    shutil.rmtree(Path(config.runs_dir, config.name), ignore_errors=True)
     run_training(config, classes=ActorClasses(backbone=CountingBackbone))
     return max(int(file.read_text()) for file in memory.iterdir())
 

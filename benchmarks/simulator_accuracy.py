@@ -5,7 +5,8 @@ python benchmarks/simulator_accuracy.py [--quick] [--only rates] [--models-dir D
 
 Every case (a mode with dp, pp or tp of two, or one encoder beside one backbone rank; both schedules) trains several
 mixes of samples in turn, several rounds, every process pinned to its core. A profile is measured first (``flowtrain
-profile``); each case is simulated with its own degrees on it, over the very batches of the steps that are measured.
+profile``); each case is simulated with its own degrees on it, over the very batches of the steps that are measured. All
+runs of a case and mix have the same batches, and each step counts with its median time.
 Calibrated predictions use ``flowtrain calibrate`` on the same case's runs of the other mixes, never on the runs that
 are tested. Peak memory is what the living tensors of the fullest backbone rank take, counted at each new one in a run
 of its own (as benchmarks/memory.py does); what a plan reserves, for full microbatches, stands beside it. Runs use the
@@ -71,8 +72,9 @@ class Tested:
 
     @property
     def rate(self) -> float:
-        """Of all its runs, which have the same samples."""
-        return 1.0 / fmean(1.0 / each.rate for each in self.runs)
+        """Of the median times of its steps, since all runs have the same batches: a disturbed step does not count."""
+        seconds = [median(each) for each in zip(*(run.seconds for run in self.runs), strict=True)]
+        return sum(self.runs[0].num_samples) / sum(seconds)
 
     @property
     def spread(self) -> float:

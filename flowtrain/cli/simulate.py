@@ -59,7 +59,7 @@ def _modes(report: SimulationReport) -> Table:
             plan_text(mode.rating),
             f"{mode.rate:.4g}",
             f"{mode.rating.rate_formula:.4g}",
-            f"{mode.run.step_s:.4g}",
+            f"{mode.step_s:.4g}",
             f"{mode.mfu:.1%}",
             f"{mode.run.starved:.1%}",
             f"{mode.run.bubble:.1%}",
@@ -111,9 +111,18 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
         ("devices", f"{devices}, times from {rates}"),
         ("memory", _memory(first)),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
+        *_host(report),
         *report.not_possible.items(),
         *(("note", note) for note in report.notes),
     ]
+
+
+def _host(report: SimulationReport) -> list[tuple[str, str]]:
+    """What the run's own processes cost each mode; nothing where they have cores of their own."""
+    shares = [f"{mode.rating.mode} {1e3 * mode.host_s:.3g} ms" for mode in report.modes if mode.host_s]
+    if not shares:
+        return []
+    return [("host", f"of each step, for the run's own processes on the cores that compute: {', '.join(shares)}")]
 
 
 def _memory(mode: SimulatedMode) -> str:

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from flowtrain.allocator.drawn import drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
-from flowtrain.allocator.modes import as_run
+from flowtrain.allocator.modes import as_run, host_s
 from flowtrain.allocator.plan import changed_degrees
 from flowtrain.allocator.simulated import partition_of
 from flowtrain.allocator.simulated_flow import FlowCandidate
@@ -27,7 +28,7 @@ from flowtrain.pipeline.partition import Partition
 from flowtrain.simulator.flow_run import FEEDERS, Disturbances, FlowRun, Loss
 from flowtrain.simulator.gantt import memory_events, text_rows, trace_events
 
-SIMULATION_SCHEMA = 2
+SIMULATION_SCHEMA = 3
 MOST_ROWS = 16
 """Ranks in a Gantt chart."""
 DOWN_S = 30.0
@@ -43,11 +44,18 @@ class SimulatedMode:
     rating: ModeRating
     run: FlowRun
     partition: Partition
+    host_s: float = 0.0
+    """Seconds of a step that the run's own processes take from its devices, where cores are these; not in ``run``."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.run.step_s + self.host_s
 
     @property
     def rate(self) -> float:
         """Samples/s."""
-        return self.planning.planned.workload.global_batch_size / self.run.step_s
+        return self.planning.planned.workload.global_batch_size / self.step_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,7 +112,8 @@ class SimulatedMode:
             "rate_formula": self.rating.rate_formula,
             "tokens_per_s": self.tokens_per_s,
             "num_steps": len(self.run.steps),
-            "step_s": self.run.step_s,
+            "step_s": self.step_s,
+            "host_s": self.host_s,
             "mfu": self.mfu,
             "starved": self.run.starved,
             "bubble": self.run.bubble,
@@ -236,7 +245,9 @@ def _simulated(
         except ConfigError as error:  # its pool is too small
             refused[rating.mode] = str(error)
             continue
-        found.append(SimulatedMode(planning, rating, run, partition_of(at, candidate)))
+        idle_s = drawn_rate(at, surrogate, candidate, batches, slowdown).idle_s
+        lost_s = host_s(at, surrogate, candidate, idle_s)
+        found.append(SimulatedMode(planning, rating, run, partition_of(at, candidate), lost_s))
     if not found:
         raise ConfigError("; ".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     return found, refused

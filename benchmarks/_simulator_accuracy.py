@@ -111,7 +111,7 @@ class Ran:
 
 def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfig:
     """The configuration of a case on a workload; every step is traced."""
-    changes = (
+    changes: tuple[str, ...] = (
         f"name={name}",
         f"training.max_steps={steps}",
         "checkpoint.every_steps=100000",
@@ -119,6 +119,7 @@ def config_of(workload: Workload, case: Case, name: str, steps: int) -> RunConfi
         "observability.progress=off",
         "observability.dashboard=false",
         f"observability.trace.steps={steps}",
+        "backbone.attention=sdpa",  # as CPUs take by themselves; without a profile, a plan would be for other devices
     )
     if case.degrees.dp > 1:  # ``auto`` becomes this one, but plans count it as ``full``
         changes = (*changes, "backbone.sharding=gradients")

@@ -132,7 +132,7 @@ def test_rates(
         runs: dict[str, list[Ran]] = {mix: [] for mix in workloads}
         for number in range(rounds):
             for mix, workload in workloads.items():
-                name = f"{label}-{case.name}-{mix}-{number}"
+                name = _run_name(label, case.name, mix, str(number))
                 runs[mix].append(run(config_of(workload, case, name, steps), case))
                 _say(f"{name}: {runs[mix][-1].rate:.2f} samples/s, machine {1e3 * runs[mix][-1].machine_s:.2f} ms")
         for mix, workload in workloads.items():
@@ -151,11 +151,15 @@ def test_memory(label: str, workloads: dict[str, Workload], cases: Sequence[Case
     for case in cases:
         for mix, workload in workloads.items():
             name = f"{label}.{case.name}.{mix}"
-            config = config_of(workload, case, f"{name.replace('.', '-')}-counted", COUNTED_STEPS)
+            config = config_of(workload, case, _run_name(label, case.name, mix, "counted"), COUNTED_STEPS)
             each = Counted(name, counted_peak(config), predicted_peak(config, case), planned_peak(config, case))
             _say(f"{name}: {each.measured} bytes, {100 * each.error:+.1f} %, planned {each.planned}")
             counted.append(each)
     return counted
+
+
+def _run_name(*parts: str) -> str:
+    return "-".join(parts).replace("+", "-")
 
 
 def figures_of(tested: Sequence[Tested], counted: Sequence[Counted]) -> list[Figure]:

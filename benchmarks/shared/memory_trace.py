@@ -12,6 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_NO_BACKWARD = -1
+"""Number of autograd's graph task outside of a backward."""
+
 
 def peak_above_now(run: Callable[[], object], device: torch.device) -> int:
     """Peak bytes of tensors during ``run``, above their bytes before it."""
@@ -49,7 +52,8 @@ class LivePeak(TorchDispatchMode):
     """Counts the bytes of storages that operators allocate inside and that are alive, after every new one.
 
     It sees what other threads free, which the profiler does not, and storages that FSDP resizes. It does not see what
-    an operator needs for itself.
+    an operator needs for itself. Autograd sums two gradients in place of the first, but not while such a mode is on:
+    so a sum counts once the operator after it begins, when its parts are gone.
     """
 
     def __init__(self) -> None:
@@ -58,13 +62,17 @@ class LivePeak(TorchDispatchMode):
         self.counts = True
         """If False, storages are noted but not counted, which takes time."""
         self.peak_nbytes = 0
+        self._has_sum = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._has_sum and self.counts:
+            self._count()
+        self._has_sum = func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != _NO_BACKWARD
         given = {storage._cdata for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         new = {storage._cdata: StorageWeakRef(storage) for storage in _storages(out) if storage._cdata not in given}
         self._storages |= new
-        if new and self.counts:
+        if new and self.counts and not self._has_sum:
             self._count()
         return out
 

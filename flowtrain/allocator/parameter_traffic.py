@@ -87,17 +87,17 @@ class ParameterTraffic:
 
         stage: seconds of its forward and backward. held: parameters of the rank.
         """
-        if (measured := self._measured_s(columns, held)) is not None:
-            return measured[0]
         if self._setup.sharding == "gradients":
             return np.zeros(len(columns))
+        if (measured := self._measured_s(columns, held)) is not None:
+            return measured[0]
         forward, backward = self._gather_s(columns, held.total), self._gather_s(columns, held.layers)
         if not self._overlaps(columns):
-            return forward + backward
+            return self._factor(columns) * (forward + backward)
         # Each pass gathers for itself, so a long backward hides nothing of the forward's.
         exposed = np.maximum(forward - (1.0 - BACKWARD_SHARE) * stage, 0.0)
         exposed += np.maximum(backward - BACKWARD_SHARE * stage, 0.0)
-        return exposed + self._gather_s(columns, self._chunks * held.unit + held.outer)
+        return self._factor(columns) * (exposed + self._gather_s(columns, self._chunks * held.unit + held.outer))
 
     def gathering_once_s(self, columns: CandidateColumns, stage: FloatArray, held: StageParameters) -> FloatArray:
         """Return seconds of gathers that a step makes once, and that no computation hides, ``[C]``.
@@ -110,7 +110,7 @@ class ParameterTraffic:
         if self._overlaps(columns):
             hidden = np.maximum(every - (1.0 - BACKWARD_SHARE) * stage, 0.0)
             every = np.minimum(hidden + self._gather_s(columns, self._chunks * held.unit + held.outer), every)
-        return columns.pp * every
+        return self._factor(columns) * columns.pp * every
 
     def reducing_s(
         self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, held: StageParameters
@@ -133,6 +133,7 @@ class ParameterTraffic:
             gathers = 0.0 if self._setup.sharding == "gradients" else self._gather_s(columns, held.layers)
             free = np.maximum(BACKWARD_SHARE * stage - gathers, 0.0)
             last, reduce = np.maximum(last - free, 0.0) + tail, np.maximum(reduce - free, 0.0) + tail
+        last, reduce = self._factor(columns) * last, self._factor(columns) * reduce
         if columns.reduces_each is None:
             return last
         return np.where(columns.reduces_each, (num_microbatches - 1) * reduce + last, last)
@@ -141,6 +142,10 @@ class ParameterTraffic:
         """A profile's seconds of a microbatch's gathers, and of a reduction with gathers that a step makes once."""
         shards = self.shards(columns).astype(np.float64)
         return self._times[columns.device_type].replicas_s(self._setup.sharding, held.total, shards)
+
+    def _factor(self, columns: CandidateColumns) -> float:
+        """Of what nothing hides, by a finished run."""
+        return self._times[columns.device_type].collectives
 
     def _gather_s(self, columns: CandidateColumns, parameters: FloatArray) -> FloatArray:
         shards = self.shards(columns)

@@ -60,7 +60,8 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     for name, strategies in profile.encoder_strategies.items():
         if strategies:
             yield _strategies(f"a layer of encoders.{name}", strategies)
-    steps = profile.steps
+    steps, share = profile.steps, profile.forward_share
+    forward = "" if share is None else f"; forwards take {share:.0%} of a microbatch"
     images = [
         (
             f"an image for {name}",
@@ -70,6 +71,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     ]
     rest = [
         ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector"),
+        ("a stage", f"{1e3 * steps.stage_s:.3g} ms a microbatch for each stage after a pipeline's first{forward}"),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),

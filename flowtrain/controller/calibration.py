@@ -38,7 +38,12 @@ from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import read_spans
+from flowtrain.search.partition import with_chosen_partition
 
+_NO_STEP = (
+    "its trace has no whole step after the first that no evaluation comes before; train a run with "
+    "observability.trace.steps=8 and training.max_steps=10 or more, then calibrate that"
+)
 _DECIDED = re.compile(r"(sharding|gradient_reduction): (\w+) \(")
 """Notes of a run with what ``auto`` became."""
 
@@ -61,25 +66,22 @@ def calibrate_runs(roots: Sequence[Path], profile: Path | None = None) -> Calibr
     """Fit the times of a profile, or of data sheets, to the traces of finished runs of one model, one or more.
 
     profile: the file whose times are fitted; None: the one that the first run was planned with, else that run's own.
-    Raises ConfigError if a run has no trace, if its data are gone, if runs train different models, or if nothing
-    predicts times of their device.
+    Raises ConfigError if a run has no trace, if its data are gone, if runs train different models or on different
+    devices, if the profile is of another model or device, or if nothing predicts times of their device.
     """
     runs = [_Run.of(root) for root in roots]
     first, pairs, num_steps = runs[0], Pairs(), 0
     base, own = _base_of(first.config, first.files, profile)
     facts = model_facts(first.config, first.planned.model)
-    for run in runs:
-        if _modules_of(other := model_facts(run.config, run.planned.model)) != _modules_of(facts):
-            different = ", ".join(key for key in _modules_of(facts) if other[key] != facts[key])
-            raise ConfigError(
-                f"runs {first.config.name} and {run.config.name} train different models ({different} differ); "
-                "calibrate each by itself"
-            )
-        times = _times_of(run, base)
+    every = [_times_of(run, base) for run in runs]
+    _check_alike(runs, every, base)
+    for run, times in zip(runs, every, strict=True):
         fit = Fit(run.config, run.planned, times)
-        for step in _traced(run.files, run.config):
-            fit.add(step, pairs)
-            num_steps += 1
+        added = [fit.add(step, pairs) for step in _traced(run.files, run.config)]
+        if not any(added):
+            raise ConfigError(f"{run.files.root}: {_NO_STEP}")
+        num_steps += sum(added)
+    times = every[0]
     found = base or Profile(times.device.name, facts, library_versions())
     if found.facts is None:
         device = times.device
@@ -104,7 +106,26 @@ class _Run:
     def of(cls, root: Path) -> _Run:
         files = RunDir(root)
         config = files.load_config()
-        return cls(files, config, planned_run(config))
+        planned = planned_run(config)
+        return cls(files, with_chosen_partition(config, planned.model), planned)
+
+
+def _check_alike(runs: Sequence[_Run], times: Sequence[DeviceTimes], base: Profile | None) -> None:
+    """Raise ConfigError unless all runs, and the profile that is fitted, are of one model and device."""
+    first = runs[0]
+    facts = _modules_of(model_facts(first.config, first.planned.model))
+    for run, each in zip(runs, times, strict=True):
+        other = _modules_of(model_facts(run.config, run.planned.model))
+        names = f"runs {first.config.name} and {run.config.name}"
+        if other != facts:
+            different = ", ".join(key for key in facts if other[key] != facts[key])
+            raise ConfigError(f"{names} train different models ({different} differ); calibrate each by itself")
+        if each.device.name != times[0].device.name:
+            devices = f"{times[0].device.name} and {each.device.name}"
+            raise ConfigError(f"{names} ran on different devices ({devices}); calibrate each by itself")
+    if base is not None and base.is_measured:
+        same = replace(base, model={key: base.model.get(key) for key in facts})
+        same.check(times[0].device.name, facts, base.versions)  # other settings may differ
 
 
 def _modules_of(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,10 +183,4 @@ def _traced(files: RunDir, config: RunConfig) -> list[TracedStep]:
     spans = read_spans(files.trace) if files.trace.is_file() else []
     lines = list(read_metrics(files.metrics)) if files.metrics.is_file() else []
     scale = config.emulation.time_scale if config.emulation is not None else 1.0
-    steps = list(traced_steps(spans, lines, scale))
-    if not steps:
-        raise ConfigError(
-            f"{files.root}: its trace has no whole step after the first; train a run with observability.trace.steps=8 "
-            "and training.max_steps=10 or more, then calibrate that"
-        )
-    return steps
+    return list(traced_steps(spans, lines, scale))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from flowtrain.allocator.plan import fixed_plan
+from flowtrain.allocator.shards import num_shards
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.actor_specs import actor_specs_of
 from flowtrain.controller.planning.planned import Planned
@@ -92,7 +94,7 @@ class Pairs:
             encoders={name: factors.get(name, shared) for name in encoders},
             collectives=collectives,
             optimizer=factors.get(UPDATE, 1.0),
-            step_host_s=robust_mean(self.host_s) if self.host_s else 0.0,
+            step_host_s=robust_mean(self.host_s) if self.host_s else None,
             num_spans=counted + (len(self.joined) if len(self.joined) >= FEWEST else 0),
         )
 
@@ -103,16 +105,17 @@ class Pairs:
 class Fit:
     """Predicts a run's spans, step by step.
 
-    Where an encoder's actor shares its device with a rank (``colocated``), or a rank's device also decodes images
-    (``monolithic`` on CPUs), a span's end tells little of its own work. There all that a device does in a step is one
-    pair.
+    Where an encoder's actor shares its device with a rank (``colocated``, or one device for all), or a rank's device
+    decodes images (``monolithic`` on CPUs), a span's end tells little of its own work. There all that a device does
+    in a step is one pair.
     """
 
     def __init__(self, config: RunConfig, planned: Planned, times: DeviceTimes) -> None:
         plan = fixed_plan(config)
         degrees = plan.backbone.degrees
         setup = times.setup
-        shards = setup.shard_size if setup.sharding == "hybrid" and setup.shard_size else degrees.dp
+        replica, per_node = np.array([degrees.replica_size]), times.device.devices_per_node
+        shards = int(num_shards(setup, np.array([degrees.dp]), replica, per_node)[0]) or degrees.dp
         self._config, self._planned, self._times, self._degrees = config, planned, times, degrees
         self._actions = ActionTimes(times, degrees, shards)
         self._encoder = next(iter(config.encoders))
@@ -121,20 +124,24 @@ class Fit:
         lengths = planned.workload.lengths.astype(np.float64)
         self._squares = float(np.square(lengths).sum() / lengths.sum())
         specs = actor_specs_of(plan)
-        self._on_cpu, is_colocated = times.device.name == CPU, config.mode == "colocated"
-        self._shares = is_colocated or (config.mode == "monolithic" and self._on_cpu)
+        self._on_cpu = times.device.name == CPU
+        self._with_encoders = config.mode == "colocated" or plan.is_shared
+        self._shares = self._with_encoders or (config.mode == "monolithic" and self._on_cpu)
         # Ranks of a tensor parallel group do the same at the same time: where devices are shared, one stands for all.
-        traced = [spec for spec in specs if not is_colocated or spec.index % spec.plan.degrees.tp == 0]
+        traced = [spec for spec in specs if not self._with_encoders or spec.index % degrees.tp == 0]
         self._modules = {spec.name: spec.module for spec in traced}
-        self._places = {spec.name: spec.place if is_colocated else spec.name for spec in traced}
+        self._places = {spec.name: str(spec.index) if self._with_encoders else spec.name for spec in traced}
+        self._replicas = {str(index): degrees.coordinates(index)[0] for index in range(degrees.world_size)}
 
-    def add(self, step: TracedStep, pairs: Pairs) -> None:
-        """Add what a step's spans took and should have taken."""
+    def add(self, step: TracedStep, pairs: Pairs) -> bool:
+        """Add what a step's spans took and should have taken; False without a trace for a step that cannot count."""
         by_actor: defaultdict[str, list[Span]] = defaultdict(list)
         for span in step.spans:
             actor = span.actor.split(" ")[0]  # emulated ones say so
             if actor in self._modules:
                 by_actor[actor].append(span)
+        if not self._is_whole(by_actor):
+            return False
         shared: defaultdict[str, _Shared] = defaultdict(_Shared)
         replicas: defaultdict[int, list[Span]] = defaultdict(list)
         for actor, spans in by_actor.items():
@@ -146,12 +153,27 @@ class Fit:
                 self._add_rank(step, main, pairs, shared[self._places[actor]])
             else:
                 self._add_encoder(step, actor, spans, pairs, shared[self._places[actor]])
+        if self._with_encoders and self._degrees.pp == 1:  # a rank also waits while its device encodes
+            for place, each in shared.items():
+                replicas[self._replicas[place]] += each.spans
         if self._shares:
             for each in shared.values():
                 pairs.add(SHARED, step.seconds_of(each.spans), each.predicted_s)
         busy = [self._busy_s(step, spans) for spans in replicas.values()]
-        if busy and None not in busy:
-            pairs.host_s.append(max(0.0, step.seconds - step.starved_s - max(filter(None, busy), default=0.0)))
+        known = [each for each in busy if each is not None]
+        if known and len(known) == len(busy):
+            pairs.host_s.append(max(0.0, step.seconds - step.starved_s - fmean(known)))
+        return True
+
+    def _is_whole(self, by_actor: Mapping[str, Sequence[Span]]) -> bool:
+        """Whether no stage has a microbatch twice, as beside an evaluation, or where a step was begun again."""
+        for actor, spans in by_actor.items():
+            if self._modules[actor] == BACKBONE:
+                passes = [span for span in spans if span.name in (FORWARD, BACKWARD)]
+                keys = [(span.name, span.args["stage"], span.args["microbatch"]) for span in _of_backbone(passes)]
+                if len(set(keys)) < len(keys):
+                    return False
+        return True
 
     def _busy_s(self, step: TracedStep, spans: Sequence[Span]) -> float | None:
         """Seconds that a replica's work alone would take, if no rank did anything else; None if that is not known.
@@ -273,7 +295,12 @@ class Fit:
     @property
     def _slowdown(self) -> float:
         """Of all work on a device that an encoder's actor shares."""
-        return self._times.slowdown(self._encoder) if self._config.mode == "colocated" else 1.0
+        return self._times.slowdown(self._encoder) if self._with_encoders else 1.0
+
+
+def _of_backbone(spans: Iterable[Span]) -> Iterator[Span]:
+    """Passes of the backbone's stages; one of an encoder's may have several parts of a microbatch."""
+    return (span for span in spans if span.args["module"] == StageModule.BACKBONE.value)
 
 
 def _coordinates(actor: str) -> tuple[int, int, int]:
@@ -298,11 +325,12 @@ class _Shared:
 def traced_steps(spans: Sequence[Span], lines: Sequence[dict[str, Any]], scale: float) -> Iterator[TracedStep]:
     """Yield steps whose updates are in a trace; the first one after a start, in which everything is made, is left out.
 
-    lines: of the run's metrics.
+    lines: of the run's metrics. A run that goes on has a trace of its new steps alone.
     """
     work = sorted((each for each in spans if each.name in WORK), key=lambda each: each.end_s)
     ends = np.array([each.end_s for each in work])
-    for before, line in pairwise(lines):
+    begin = min((each.start_s for each in work), default=0.0)
+    for before, line in pairwise(line for line in lines if line["timestamp"] > begin):
         first, last = np.searchsorted(ends, [before["timestamp"], line["timestamp"]], side="right")
         inside = tuple(work[first:last])
         if any(each.name == UPDATE for each in inside):

@@ -43,6 +43,8 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         square_s=mean("square_s"),
         squares=times[0].squares,
         strategies=_mean_layers([one.strategies for one in times]),
+        forward_share=mean("forward_share"),
+        stage_s=mean("stage_s"),
     )
 
 

@@ -170,8 +170,9 @@ class ActionTimes:
         if stage.recomputed is not None:
             return self._recomputing_s(stage, works)
         total = self._total_s(stage, works)
-        backward = BACKWARD_SHARE * total
-        forward = (1.0 - BACKWARD_SHARE) * total if stage.has_backward else total
+        share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else self.times.of_any_data.forward_share
+        backward = (1.0 - share) * total
+        forward = share * total if stage.has_backward else total
         copying = (self._copying_s(stage, works, each) for each in (forward, backward))
         return forward + next(copying), backward + next(copying)
 
@@ -199,8 +200,7 @@ class ActionTimes:
         times = self.times.of_any_data
         seconds = times.microbatches_s(works, tp)
         total = stage.num_layers * seconds.layer
-        if stage.is_first:
-            total = total + seconds.connector
+        total = total + (seconds.connector if stage.is_first else times.stage_s())
         if stage.is_last:
             total = total + seconds.head
         return total

@@ -40,8 +40,8 @@ class Calibration:
     collectives: _Factor = 1.0
     """Of what computing does not hide of gathers and reductions over replicas."""
     optimizer: _Factor = 1.0
-    step_host_s: _Amount = 0.0
-    """Seconds of a step in which the busiest rank neither computes nor waits for data."""
+    step_host_s: _Amount | None = None
+    """Seconds of a step in which a mean replica neither computes nor waits for data; None if they are not known."""
     num_spans: Annotated[int, Field(ge=0)] = 0
     """Spans that the factors come from."""
 
@@ -132,15 +132,29 @@ class CalibratedTimes:
 
     def microbatch_s(self) -> float:
         """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
-        return 0.0 if self._by.step_host_s else self._base.microbatch_s()
+        return self._base.microbatch_s() if self._by.step_host_s is None else 0.0
+
+    def stage_s(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._by.backbone * self._base.stage_s()
+
+    @property
+    def forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._base.forward_share
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; once a step, where it happens, the host's work."""
-        return self._by.optimizer * self._base.step_s(num_parameters) + self._by.step_host_s
+        return self._by.optimizer * self._base.step_s(num_parameters) + (self._by.step_host_s or 0.0)
 
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""
         return self._base.slowdown(encoder)
+
+    @property
+    def collectives(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._by.collectives
 
     def replicas_s(
         self, sharding: str, parameters: FloatArray, shards: FloatArray
@@ -151,7 +165,7 @@ class CalibratedTimes:
 
     def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
         """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
-        if self._by.step_host_s:
+        if self._by.step_host_s is not None:
             return np.zeros_like(num_microbatches)
         return self._base.host_s(num_microbatches, replicas, has_encoders=has_encoders)
 
@@ -164,5 +178,5 @@ def factors_text(calibration: Calibration) -> Mapping[str, str]:
         **encoders,
         "collectives": f"{calibration.collectives:.3f}",
         "optimizer": f"{calibration.optimizer:.3f}",
-        "host": f"{1e3 * calibration.step_host_s:.3g} ms a step",
+        "host": "not known" if (host_s := calibration.step_host_s) is None else f"{1e3 * host_s:.3g} ms a step",
     }

@@ -54,6 +54,15 @@ class ModuleTimes(Protocol):
         """Return seconds of each microbatch on each rank in addition to its layers, head and connector."""
         ...
 
+    def stage_s(self) -> float:
+        """Return seconds of each microbatch on a backbone stage that follows another one, in addition to its layers."""
+        ...
+
+    @property
+    def forward_share(self) -> float:
+        """Share of the forward in the time of a microbatch on the backbone."""
+        ...
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...
@@ -62,6 +71,14 @@ class ModuleTimes(Protocol):
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone.
 
         None if it was not measured.
+        """
+        ...
+
+    @property
+    def collectives(self) -> float:
+        """Factor of what computing does not hide of gathers and reductions over replicas; 1 if no run told it.
+
+        ``replicas_s`` has it already.
         """
         ...
 

@@ -135,6 +135,8 @@ class StepCosts:
     """Per microbatch, independent of its size."""
     parameter_s: _Amount
     """Per step and parameter that the device clips and updates."""
+    stage_s: _Amount = 0.0
+    """Per microbatch and pipeline stage between others, forward and backward; independent of its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ class Profile:
     """The part of ``layers`` that depends on how long sub-sequences are; by tensor parallel degree."""
     strategies: Strategies = field(default_factory=dict)
     """A decoder layer in each memory strategy."""
+    forward_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of the forward in the time of a microbatch; None if it was not measured."""
     encoders: dict[str, dict[_Size, ImageTable]] = field(default_factory=dict)
     """Forwards, by encoder and tensor parallel degree."""
     encoder_strategies: dict[str, Strategies] = field(default_factory=dict)

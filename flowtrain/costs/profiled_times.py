@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flowtrain.costs.collectives import BACKWARD_SHARE
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray, backbone_passes
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
@@ -21,6 +22,8 @@ from flowtrain.errors import ConfigError
 
 CPU = "cpu"
 """Torch's name of every CPU."""
+_MOST_FORWARD = 0.9
+"""Of a pass's time, whatever a memory strategy that was not measured should save."""
 _LEAST_SHARE = 0.25
 """Of a layer's time, which is left however short the sub-sequences are."""
 
@@ -48,8 +51,8 @@ class ProfileTimes:
         self._decode_threads = decode_threads
         self._communication = communication
         measured = _measured_setup(communication.setup, profile.model)
-        again = _strategies_share(profile, communication.setup, measured)
-        self._passes = again * _trained_share(communication.model, workload)
+        self._again = _strategies_share(profile, communication.setup, measured)
+        self._passes = self._again * _trained_share(communication.model, workload)
         lengths = workload.lengths.astype(np.float64)
         self._squares_per_token = float(np.square(lengths).sum() / lengths.sum())
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
@@ -149,6 +152,16 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return self._profile.steps.microbatch_s
 
+    def stage_s(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.stage_s
+
+    @property
+    def forward_share(self) -> float:
+        """As ``ModuleTimes``; recomputation that was not measured lengthens the backward alone."""
+        measured = self._profile.forward_share
+        return 1.0 - BACKWARD_SHARE if measured is None else min(measured / self._again, _MOST_FORWARD)
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``."""
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
@@ -157,6 +170,11 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         measured = self._profile.interference.get(encoder)
         return None if measured is None else measured.factor
+
+    @property
+    def collectives(self) -> float:
+        """As ``ModuleTimes``."""
+        return 1.0
 
     def replicas_s(
         self, sharding: str, parameters: FloatArray, shards: FloatArray

@@ -9,6 +9,7 @@ import numpy as np
 
 from flowtrain.costs import layers
 from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.collectives import BACKWARD_SHARE
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray, backbone_passes, connector_passes, images_tokens
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
@@ -127,6 +128,15 @@ class Roofline:
         """As ``ModuleTimes``; kernel launches are assumed to cost nothing."""
         return 0.0
 
+    def stage_s(self) -> float:
+        """As ``ModuleTimes``."""
+        return 0.0
+
+    @property
+    def forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return 1.0 - BACKWARD_SHARE
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; the optimizer's memory traffic."""
         moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * num_parameters
@@ -136,6 +146,11 @@ class Roofline:
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""
         return None
+
+    @property
+    def collectives(self) -> float:
+        """As ``ModuleTimes``."""
+        return 1.0
 
     def replicas_s(
         self, sharding: str, parameters: FloatArray, shards: FloatArray

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
-from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy
+from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy, StageModule
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import BackboneSource
@@ -76,10 +75,19 @@ class BackboneProfiler:
     """
 
     def __init__(
-        self, config: RunConfig, source: ShallowSource, group: BackboneGroup, now_s: Callable[[], float] | None = None
+        self,
+        config: RunConfig,
+        source: ShallowSource,
+        group: BackboneGroup,
+        now_s: Callable[[], float] | None = None,
+        *,
+        num_stages: int = 1,
     ) -> None:
-        """now_s: the clock; None: ``clock_of`` the device."""
-        config = _with_one_word(config).model_copy(update={"mode": "decoupled", "pipeline": PipelineConfig()})
+        """now_s: the clock; None: ``clock_of`` the device. num_stages: that one rank has; 1 but for ``stage_s``."""
+        pipeline = PipelineConfig()
+        if num_stages > 1:
+            pipeline = PipelineConfig(schedule="interleaved_1f1b", chunks=num_stages)
+        config = _with_one_word(config).model_copy(update={"mode": "decoupled", "pipeline": pipeline})
         self._config, self._source, self._group = config, source, group
         self._trainer = Trainer(config, source, group, num_steps=10**6)
         self._module = self._trainer.model.backbone[0]
@@ -110,6 +118,7 @@ class BackboneProfiler:
         step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
+        shares = [step.forwards_s[-1] / step.microbatches_s[-1] for step in found["deep"]]
         return BackboneTimes(
             layers_s=_positive(layers),
             heads_s=_positive(heads),
@@ -120,7 +129,22 @@ class BackboneProfiler:
             square_s=self._square_s(longest[0]),
             squares=tuple(np.mean(squares, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
+            forward_share=statistics.median(shares),
         )
+
+    def stage_s(self, mix: Sequence[PlannedSample], layer_s: float) -> float:
+        """Return seconds of the second stage's forward and backward without its layers; there are three stages.
+
+        layer_s: of one layer over this mix. A stage's own are what each forward prepares (the mask, rotary embeddings)
+        and each backward begins with.
+        """
+        batches, found = [self._batch(mix)] * 3, []
+        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+            runtime = self._run(batches)
+            if number >= WARMUP_STEPS:
+                found.append(runtime.forward_s[1, 1] + runtime.backward_s[1, 1])
+        num_layers = len(self._trainer.model.partition.of_module(StageModule.BACKBONE)[1].layers)
+        return max(0.0, statistics.median(found) - num_layers * layer_s)
 
     def _square_s(self, mix: Sequence[PlannedSample]) -> float:
         """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens."""
@@ -190,16 +214,19 @@ class BackboneProfiler:
         ends = [batches[-1], *batches, batches[-1]]
         with _only_layers(self._module, self._layers[:num_layers]):
             started_s = self._now_s()
-            seconds = self._run(ends, memory)
+            runtime = self._run(ends, memory)
             total_s = self._now_s() - started_s
-        microbatches_s = [seconds[number] for number in range(1, len(ends) - 1)]
-        return _Step(microbatches_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
+        forwards_s, backwards_s = (
+            [each[0, number] for number in range(1, len(ends) - 1)] for each in (runtime.forward_s, runtime.backward_s)
+        )
+        microbatches_s = [sum(passes) for passes in zip(forwards_s, backwards_s, strict=True)]
+        return _Step(microbatches_s, forwards_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
 
-    def _run(self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> Mapping[int, float]:
-        """Run a step; returns the seconds of each microbatch. memory: of all layers; None: as configured."""
+    def _run(self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> _TimedStages:
+        """Run a step; returns what timed it. memory: of all layers; None: as configured."""
         runtime = _TimedStages(self._trainer.stages, self._now_s)
         self._execute(batches, runtime, memory)
-        return runtime.seconds
+        return runtime
 
     def _execute(self, batches: Sequence[PackedBatch], runtime: _TimedStages, memory: MemoryStrategy | None) -> None:
         self._steps += 1
@@ -282,40 +309,43 @@ class _Step:
 
     microbatches_s: list[float]
     """Of each microbatch in the middle."""
+    forwards_s: list[float]
+    """Of their forwards."""
     beside_s: float
     """Of the step without any of its microbatches."""
 
 
 class _TimedStages:
-    """Calls the trainer's stages, and adds up the time of each microbatch."""
+    """Calls the trainer's stages, and keeps the time of each pass, by stage and microbatch."""
 
     def __init__(self, stages: Stages, now_s: Callable[[], float]) -> None:
         self._stages, self._now_s = stages, now_s
-        self.seconds: defaultdict[int, float] = defaultdict(float)
+        self.forward_s: dict[tuple[int, int], float] = {}
+        self.backward_s: dict[tuple[int, int], float] = {}
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
         """See ``StageRuntime``."""
-        with self._timed(action):
+        with self._timed(action, self.forward_s):
             self._stages.forward_stage(action, microbatch)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
         """See ``StageRuntime``."""
-        with self._timed(action):
+        with self._timed(action, self.backward_s):
             self._stages.backward_stage(action, microbatch, is_last=is_last)
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
         """See ``StageRuntime``."""
-        raise AssertionError(f"one stage has no transfers: {launches}")
+        raise AssertionError(f"one rank has no transfers: {launches}")
 
     def wait_transfer(self, action: Action) -> None:
         """See ``StageRuntime``."""
-        raise AssertionError(f"one stage has no transfers: {action}")
+        raise AssertionError(f"one rank has no transfers: {action}")
 
     @contextmanager
-    def _timed(self, action: Action) -> Iterator[None]:
+    def _timed(self, action: Action, seconds: dict[tuple[int, int], float]) -> Iterator[None]:
         started_s = self._now_s()
         yield
-        self.seconds[action.microbatch] += self._now_s() - started_s
+        seconds[action.stage, action.microbatch] = self._now_s() - started_s
 
 
 class _HeldStages(_TimedStages):

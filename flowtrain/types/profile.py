@@ -55,6 +55,10 @@ class BackboneTimes:
     """Mean sums over sub-sequences of their squared tokens in the measured microbatches; ``[N]``, or none."""
     strategies: dict[str, LayerTimes] = field(default_factory=dict)
     """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
+    forward_share: float = 1.0 / 3.0
+    """Of the forward in the time of the longest microbatch."""
+    stage_s: float = 0.0
+    """Forward and backward of a pipeline stage between others, in addition to its layers."""
 
 
 @dataclass(frozen=True, slots=True)

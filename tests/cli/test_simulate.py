@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from typer.testing import CliRunner, Result
 
 import flowtrain
 from flowtrain.cli.app import app
+from flowtrain.costs.profile_together import HostCosts
+from tests.profiles import cpu_profile
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 QUICKSTART = MODELS.parent / "quickstart.yaml"
@@ -133,6 +136,20 @@ def test_one_device_carries_both_sides() -> None:
     assert mode.rate == pytest.approx(mode.rating.rate, rel=0.02)
     assert mode.rating.devices == 1 and mode.mfu < 0.68
     assert report.notes == ()
+
+
+def test_on_cpus_the_runs_own_processes_take_their_share(tmp_path: Path) -> None:
+    config = flowtrain.api.resolve(QUICKSTART, ["mode=monolithic"])
+    without = cpu_profile(config)
+    host, modes = HostCosts(sample_s=0.001, asking_s=0.001, answering_s=0.001), []
+    for each in (without, replace(without, host=host)):
+        path = tmp_path / "profile.json"
+        path.write_text(each.to_json())
+        report = flowtrain.simulate(config, profile=path, devices=2)
+        modes.append(report.modes[0])
+    assert modes[0].host_s == 0.0 and modes[1].host_s > 0.0
+    assert modes[1].step_s == pytest.approx(modes[0].step_s + modes[1].host_s)
+    assert modes[1].rate == pytest.approx(modes[1].rating.rate, rel=0.05), "as it is planned"
 
 
 def test_what_a_simulated_search_leaves_out_is_named() -> None:

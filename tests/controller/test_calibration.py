@@ -23,6 +23,7 @@ from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.trace import TraceWriter
 from flowtrain.types.messages import Span
 from tests.e2e.worlds import World, tiny_config
+from tests.profiles import cpu_profile
 
 STEPS, STEP_S, MICROBATCHES = 10, 2.0, 3
 
@@ -48,12 +49,14 @@ def write_run(
     joined_s: float = 0.0,
     beside_s: float = 0.0,
     encode_at_s: float = 0.0,
+    evaluated: int | None = None,
+    first_traced: int = 0,
 ) -> Path:
     """Write what a run leaves. The devices' time is half of this machine's.
 
     longer: factor of all its spans. actors: of the backbone; each has the stage of its pipeline rank. joined_s: more
     of a step's first forward and last backward. beside_s: more of a step than its spans. encode_at_s: of an encoder's
-    span, since the step began.
+    span, since the step began. evaluated: a step that an evaluation comes before. first_traced: of the steps.
     """
     root = run_dir(config).root
     root.mkdir(parents=True, exist_ok=True)
@@ -80,6 +83,12 @@ def write_run(
                     spans.append(Span(f"{actor} (emulated)", name, at, at + took, args))
                     at += took
             spans.append(Span(f"{actor} (emulated)", "optimizer", at, at + longer * 0.02, {"step": step + 1}))
+            if step == evaluated:
+                args = {"microbatch": 0, "module": "backbone", "stage": stage, "num_tokens": tokens, "images": 0}
+                spans.append(Span(f"{actor} (emulated)", "forward", begin + 0.01, begin + 0.09, args))
+        if step < first_traced:
+            spans.clear()
+            continue
         at = begin + encode_at_s
         spans.append(Span("encoder-0 (emulated)", "encode", at, at + longer * 0.3, {"images": 4, "unit": step}))
     run_dir(config).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,7 +149,38 @@ def test_collectives_have_a_factor_of_their_own(config: RunConfig) -> None:
 
     little, much = fitted(0.5), fitted(1.0)
     assert little.backbone == much.backbone, "passes in the middle of a step have no collectives"
-    assert much.collectives == pytest.approx(2.0 * little.collectives, rel=0.3)
+    assert much.collectives == pytest.approx(2.0 * little.collectives, rel=0.05)
+
+
+def test_steps_after_an_evaluation_and_after_a_start_do_not_count(config: RunConfig) -> None:
+    plain, evaluated, resumed = (
+        calibrate_runs([write_run(config, **changes)]) for changes in ({}, {"evaluated": 4}, {"first_traced": 5})
+    )
+    assert (plain.num_steps, evaluated.num_steps, resumed.num_steps) == (9, 8, 4)
+    assert factors(evaluated) == pytest.approx(factors(plain), rel=0.05)
+    assert evaluated.calibration.step_host_s == pytest.approx(plain.calibration.step_host_s)
+
+
+def test_a_word_for_the_partition_stands_for_its_numbers(config: RunConfig) -> None:
+    changes = ["backbone.pipeline_parallel_size=2", "backbone.config.num_hidden_layers=4"]
+    actors = [f"backbone-dp0-pp{rank}-tp0" for rank in (0, 1)]
+    found = []
+    for partition in ("[1,3]", "[3,1]", "balanced"):
+        split = override_config(config, [*changes, f"pipeline.partition={partition}"])
+        found.append(calibrate_runs([write_run(split, actors=actors)]).calibration.backbone)
+        shutil.rmtree(run_dir(split).root)
+    assert found[0] != found[1] and found[2] > 0.0
+
+
+def test_a_profile_of_something_else_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    roots = [write_run(config)]
+    other = override_config(config, ["emulated.device=h100", "name=other"])
+    with pytest.raises(ConfigError, match=r"runs done and other ran on different devices \(a100 and h100\)"):
+        calibrate_runs([*roots, write_run(other)])
+    measured = tmp_path / "profile.json"
+    measured.write_text(cpu_profile(config).to_json())
+    with pytest.raises(ConfigError, match="device is 'cpu' there and 'a100' in this run"):
+        calibrate_runs(roots, measured)
 
 
 def test_where_every_pass_has_collectives_both_get_one_factor() -> None:
@@ -186,7 +226,7 @@ def test_with_pipeline_ranks_the_host_has_what_their_lists_leave(config: RunConf
     assert hosts[0] == pytest.approx(STEP_S - 0.5 - 4 * 0.15 - 0.01, abs=0.01)
     assert hosts[1] - hosts[0] == pytest.approx(0.25)
     alone = calibrate_runs([write_run(split, actors=actors[:1])]).calibration
-    assert alone.step_host_s == 0.0, "a rank's spans are missing"
+    assert alone.step_host_s is None, "a rank's spans are missing"
 
 
 def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: Path) -> None:
@@ -210,7 +250,9 @@ def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: 
 def test_what_says_nothing_is_refused(config: RunConfig, tmp_path: Path) -> None:
     root = write_run(config)
     run_dir(config).trace.unlink()
-    with pytest.raises(ConfigError, match=r"has no whole step after the first; .* observability.trace.steps=8"):
+    with pytest.raises(
+        ConfigError, match=r"has no whole step after the first that no evaluation .* observability.trace.steps=8"
+    ):
         calibrate_runs([root])
     with pytest.raises(ConfigError, match="no run"):
         flowtrain.calibrate(tmp_path / "nowhere")

@@ -12,12 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.allocator.candidates import Candidate, CandidateColumns
+from flowtrain.allocator.parameter_traffic import ParameterTraffic
 from flowtrain.costs.action_times import DeviceTimes
-from flowtrain.costs.calibration import FEWEST, CalibratedTimes, Calibration, factor, robust_mean
+from flowtrain.costs.calibration import (
+    FEWEST,
+    LEAST,
+    CalibratedTimes,
+    Calibration,
+    factor,
+    robust_mean,
+    robust_remainder,
+)
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
 from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.costs.profile_layers import AttentionCosts, StrategyCosts
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, workload
 from tests.costs.test_profile import LENGTHS, PROFILE, times
 
@@ -32,6 +43,15 @@ def test_a_factor_is_found_whatever_a_few_stalls_take(true: float, predicted: li
         measured[number] *= 50.0
     assert factor(measured, predicted) == pytest.approx(true)
     assert factor(measured[: FEWEST - 1], predicted[: FEWEST - 1]) == 1.0, "too few say nothing"
+
+
+@given(st.floats(0.1, 10.0), st.lists(st.floats(0.01, 1.0), min_size=FEWEST, max_size=40), st.floats(0.0, 5.0))
+def test_the_rest_of_what_was_measured_tells_its_own_factor(true: float, predicted: list[float], known: float) -> None:
+    rest = [known * each for each in predicted]
+    measured = [other + true * each for other, each in zip(rest, predicted, strict=True)]
+    assert robust_remainder(measured, rest, predicted) == pytest.approx(true)
+    assert robust_remainder(measured[1:FEWEST], rest[1:FEWEST], predicted[1:FEWEST]) == 1.0, "too few say nothing"
+    assert robust_remainder(rest, [2.0 * each for each in measured], predicted) == LEAST, "less than what is known"
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))
@@ -53,6 +73,23 @@ def test_times_have_the_factors_and_the_host_counts_once_a_step() -> None:
         one, other = (getattr(each.microbatches_s(work, 1), name) for each in (before, after))
         assert other == pytest.approx(1.5 * one)
     assert fitted.link_efficiency == plain.link_efficiency, "links are still by data sheet"
+
+
+@pytest.mark.parametrize("sharding", ["full", "gradients"])
+def test_plans_count_collectives_with_their_factor(sharding: Any) -> None:
+    columns = CandidateColumns.of(Candidate("backbone", "h200", Degrees(dp=8)))
+    setup, devices, seconds = replace(SETUP, sharding=sharding), cluster(h200=8), []
+    for collectives in (1.0, 3.0):
+        profile = Profile("h200", {}, {}, calibration=Calibration("measure", collectives=collectives))
+        (device,) = devices.device_types
+        times = DeviceTimes(device, MODEL, setup, FROZEN_ENCODERS, profile).of(workload())
+        ranks = np.array([[0] * 3, [MODEL.backbone.num_layers] * 3])
+        traffic = ParameterTraffic(devices, MODEL, setup, 0.8, ranks, 1, {"h200": times})
+        held, stage = traffic.parameters(columns), np.array([0.1])
+        found = [traffic.gathering_s(columns, stage, held), traffic.gathering_once_s(columns, stage, held)]
+        found.append(traffic.reducing_s(columns, stage, np.array([4.0]), held))
+        seconds.append(np.concatenate(found))
+    assert seconds[1] == pytest.approx(3.0 * seconds[0]) and (seconds[0] > 0.0).sum() == 2
 
 
 def test_the_hosts_work_is_that_of_a_step_or_else_as_profiled() -> None:

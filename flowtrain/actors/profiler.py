@@ -6,7 +6,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,8 +37,6 @@ _CALLS, _PAUSE_S = 50, 0.01
 _FED = 256
 """About so many samples are fed."""
 _ENDLESS = 10**6
-_STAGES = 3
-"""So that one is between others, and has layers alone."""
 
 
 class Echo(Answering):
@@ -166,25 +163,13 @@ class Profiler:
         return self._pieces.warm_up()
 
     def backbone(self, mixes: Sequence[Sequence[Mix]]) -> BackboneTimes:
-        """Measure decoder layer, head, connector and optimizer over ``mixes[mix][length]``; collective.
+        """Measure decoder layer, head, connector and optimizer over ``mixes[mix][length]``; collective."""
+        return self._backbone(self._config).measure(mixes)
 
-        Alone, also a pipeline stage of one rank that has three.
-        """
-        times = self._backbone(self._config).measure(mixes)
-        if self._group.world_size > 1 or self._num_layers(self._config) < _STAGES:
-            return times
-        stage_s = self._backbone(self._config, num_stages=_STAGES).stage_s(mixes[0][-1], times.layers_s[-1])
-        return replace(times, stage_s=stage_s)
-
-    def _backbone(
-        self, config: RunConfig, now_s: Callable[[], float] | None = None, num_stages: int = 1
-    ) -> BackboneProfiler:
+    def _backbone(self, config: RunConfig, now_s: Callable[[], float] | None = None) -> BackboneProfiler:
         torch.set_num_threads(config.backbone.num_threads)
-        source = self._family.shallow(self._num_layers(config))
-        return BackboneProfiler(config, source, self._group, now_s, num_stages=num_stages)
-
-    def _num_layers(self, config: RunConfig) -> int:
-        return num_layers_of(config, self._family.text_config.num_hidden_layers)
+        depth = self._family.text_config.num_hidden_layers
+        return BackboneProfiler(config, self._family.shallow(num_layers_of(config, depth)), self._group, now_s)
 
     def encoder(self, name: str, refs: Sequence[SampleRef]) -> EncoderTimes:
         """Measure an encoder over the image sizes of these samples. Raises DataError if no image can be read."""

@@ -256,8 +256,7 @@ class Surrogate:
             slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
             mean[at] = alone / columns.pp[at]
         calls = times.microbatch_s()  # once for each rank, which fetches the microbatch for all its chunks
-        stages = times.stage_s() * (self.chunks - (columns.pp == 1))
-        return slowest + calls + stages, mean + calls + stages
+        return slowest + calls, mean + calls
 
     def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:
         """Return seconds of a step in which a mean device of the backbone has no time for anything else, ``[C]``.

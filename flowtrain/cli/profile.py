@@ -70,8 +70,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         for name, costs in profile.images.items()
     ]
     rest = [
-        ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector"),
-        ("a stage", f"{1e3 * steps.stage_s:.3g} ms a microbatch for each stage after a pipeline's first{forward}"),
+        ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector{forward}"),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),

@@ -265,7 +265,7 @@ class _Measured:
     def _step_costs(self, alone: BackboneTimes) -> StepCosts:
         # A CPU next to an accelerator assembles and locates microbatches meanwhile; a core that is the device cannot.
         microbatch_s = alone.assembling_s + MICROBATCH_CALLS * self._call_s if self._on_cpu else 0.0
-        return StepCosts(alone.step_s + REPLICA_CALLS * self._call_s, microbatch_s, alone.parameter_s, alone.stage_s)
+        return StepCosts(alone.step_s + REPLICA_CALLS * self._call_s, microbatch_s, alone.parameter_s)
 
 
 def _strategies(found: Mapping[str, LayerTimes]) -> Strategies:

@@ -44,7 +44,6 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         squares=times[0].squares,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),
-        stage_s=mean("stage_s"),
     )
 
 

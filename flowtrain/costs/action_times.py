@@ -200,7 +200,8 @@ class ActionTimes:
         times = self.times.of_any_data
         seconds = times.microbatches_s(works, tp)
         total = stage.num_layers * seconds.layer
-        total = total + (seconds.connector if stage.is_first else times.stage_s())
+        if stage.is_first:
+            total = total + seconds.connector
         if stage.is_last:
             total = total + seconds.head
         return total

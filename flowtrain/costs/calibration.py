@@ -134,10 +134,6 @@ class CalibratedTimes:
         """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
         return self._base.microbatch_s() if self._by.step_host_s is None else 0.0
 
-    def stage_s(self) -> float:
-        """As ``ModuleTimes``."""
-        return self._by.backbone * self._base.stage_s()
-
     @property
     def forward_share(self) -> float:
         """As ``ModuleTimes``."""

@@ -54,10 +54,6 @@ class ModuleTimes(Protocol):
         """Return seconds of each microbatch on each rank in addition to its layers, head and connector."""
         ...
 
-    def stage_s(self) -> float:
-        """Return seconds of each microbatch on a backbone stage that follows another one, in addition to its layers."""
-        ...
-
     @property
     def forward_share(self) -> float:
         """Share of the forward in the time of a microbatch on the backbone."""

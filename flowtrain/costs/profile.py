@@ -135,8 +135,6 @@ class StepCosts:
     """Per microbatch, independent of its size."""
     parameter_s: _Amount
     """Per step and parameter that the device clips and updates."""
-    stage_s: _Amount = 0.0
-    """Per microbatch and pipeline stage between others, forward and backward; independent of its size."""
 
 
 @dataclass(frozen=True, slots=True)

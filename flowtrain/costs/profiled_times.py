@@ -152,10 +152,6 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return self._profile.steps.microbatch_s
 
-    def stage_s(self) -> float:
-        """As ``ModuleTimes``."""
-        return self._profile.steps.stage_s
-
     @property
     def forward_share(self) -> float:
         """As ``ModuleTimes``; recomputation that was not measured lengthens the backward alone."""

@@ -128,10 +128,6 @@ class Roofline:
         """As ``ModuleTimes``; kernel launches are assumed to cost nothing."""
         return 0.0
 
-    def stage_s(self) -> float:
-        """As ``ModuleTimes``."""
-        return 0.0
-
     @property
     def forward_share(self) -> float:
         """As ``ModuleTimes``."""

@@ -154,8 +154,9 @@ class StepSimulator:
                 nbytes = times.times.setup.dtype_nbytes
                 gathered = nbytes / (nbytes + FLOAT32_NBYTES) * reducing
                 return columns.is_first * gathered + reduced * (reducing - gathered)
-            passes = 2 if stage.has_backward else 1  # the forward gathers, and the backward again
-            return gathering / passes + reduced * reducing
+            gathering /= 2 if stage.has_backward else 1  # the forward gathers, and the backward again
+            exposed += gathering + reduced * reducing
+            return exposed
         if meets.gathers != "never":
             forward = times.gather_s(work, computing)
             backward = times.gather_s(work, computing, of_backward=True)

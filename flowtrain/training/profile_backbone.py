@@ -18,7 +18,7 @@ from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
-from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy, StageModule
+from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import BackboneSource
@@ -75,19 +75,10 @@ class BackboneProfiler:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        source: ShallowSource,
-        group: BackboneGroup,
-        now_s: Callable[[], float] | None = None,
-        *,
-        num_stages: int = 1,
+        self, config: RunConfig, source: ShallowSource, group: BackboneGroup, now_s: Callable[[], float] | None = None
     ) -> None:
-        """now_s: the clock; None: ``clock_of`` the device. num_stages: that one rank has; 1 but for ``stage_s``."""
-        pipeline = PipelineConfig()
-        if num_stages > 1:
-            pipeline = PipelineConfig(schedule="interleaved_1f1b", chunks=num_stages)
-        config = _with_one_word(config).model_copy(update={"mode": "decoupled", "pipeline": pipeline})
+        """now_s: the clock; None: ``clock_of`` the device."""
+        config = _with_one_word(config).model_copy(update={"mode": "decoupled", "pipeline": PipelineConfig()})
         self._config, self._source, self._group = config, source, group
         self._trainer = Trainer(config, source, group, num_steps=10**6)
         self._module = self._trainer.model.backbone[0]
@@ -131,20 +122,6 @@ class BackboneProfiler:
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=statistics.median(shares),
         )
-
-    def stage_s(self, mix: Sequence[PlannedSample], layer_s: float) -> float:
-        """Return seconds of the second stage's forward and backward without its layers; there are three stages.
-
-        layer_s: of one layer over this mix. A stage's own are what each forward prepares (the mask, rotary embeddings)
-        and each backward begins with.
-        """
-        batches, found = [self._batch(mix)] * 3, []
-        for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            runtime = self._run(batches)
-            if number >= WARMUP_STEPS:
-                found.append(runtime.forward_s[1, 1] + runtime.backward_s[1, 1])
-        num_layers = len(self._trainer.model.partition.of_module(StageModule.BACKBONE)[1].layers)
-        return max(0.0, statistics.median(found) - num_layers * layer_s)
 
     def _square_s(self, mix: Sequence[PlannedSample]) -> float:
         """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens."""
@@ -217,7 +194,7 @@ class BackboneProfiler:
             runtime = self._run(ends, memory)
             total_s = self._now_s() - started_s
         forwards_s, backwards_s = (
-            [each[0, number] for number in range(1, len(ends) - 1)] for each in (runtime.forward_s, runtime.backward_s)
+            [each[number] for number in range(1, len(ends) - 1)] for each in (runtime.forward_s, runtime.backward_s)
         )
         microbatches_s = [sum(passes) for passes in zip(forwards_s, backwards_s, strict=True)]
         return _Step(microbatches_s, forwards_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
@@ -316,12 +293,12 @@ class _Step:
 
 
 class _TimedStages:
-    """Calls the trainer's stages, and keeps the time of each pass, by stage and microbatch."""
+    """Calls the trainer's stages, and keeps the time of each microbatch's passes."""
 
     def __init__(self, stages: Stages, now_s: Callable[[], float]) -> None:
         self._stages, self._now_s = stages, now_s
-        self.forward_s: dict[tuple[int, int], float] = {}
-        self.backward_s: dict[tuple[int, int], float] = {}
+        self.forward_s: dict[int, float] = {}
+        self.backward_s: dict[int, float] = {}
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
         """See ``StageRuntime``."""
@@ -335,17 +312,17 @@ class _TimedStages:
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
         """See ``StageRuntime``."""
-        raise AssertionError(f"one rank has no transfers: {launches}")
+        raise AssertionError(f"one stage has no transfers: {launches}")
 
     def wait_transfer(self, action: Action) -> None:
         """See ``StageRuntime``."""
-        raise AssertionError(f"one rank has no transfers: {action}")
+        raise AssertionError(f"one stage has no transfers: {action}")
 
     @contextmanager
-    def _timed(self, action: Action, seconds: dict[tuple[int, int], float]) -> Iterator[None]:
+    def _timed(self, action: Action, seconds: dict[int, float]) -> Iterator[None]:
         started_s = self._now_s()
         yield
-        seconds[action.stage, action.microbatch] = self._now_s() - started_s
+        seconds[action.microbatch] = self._now_s() - started_s
 
 
 class _HeldStages(_TimedStages):

@@ -57,8 +57,6 @@ class BackboneTimes:
     """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
     forward_share: float = 1.0 / 3.0
     """Of the forward in the time of the longest microbatch."""
-    stage_s: float = 0.0
-    """Forward and backward of a pipeline stage between others, in addition to its layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,11 @@ from _simulator_accuracy import (
 )
 
 import flowtrain
+from flowtrain.allocator.degrees import degree_faults
 from flowtrain.controller.calibration import calibrate_runs
 from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.errors import FlowTrainError
+from flowtrain.models.families.registry import family_from_config
 
 STEPS, QUICK_STEPS = 35, 15
 ROUNDS, QUICK_ROUNDS = 3, 1
@@ -120,6 +122,20 @@ def measured_profile(workload: Workload, case: Case, steps: int, file: Path) -> 
         report = flowtrain.profile(config, devices=2, progress=lambda what: _say(f"measuring {what}"))
         file.write_text(report.profile.to_json())
     return read_profile(file)
+
+
+def possible(label: str, workload: Workload, cases: Sequence[Case]) -> list[Case]:
+    """Return the cases whose degrees a model allows; a line names each other one."""
+    found = []
+    for case in cases:
+        config = config_of(workload, case, case.name, STEPS)
+        spec = family_from_config(config).model_spec.backbone
+        faults = degree_faults(case.degrees, spec, chunks_per_rank=config.pipeline.chunks)
+        if faults:
+            _say(f"{label}.{case.name} is skipped: {faults[0].text}")
+        else:
+            found.append(case)
+    return found
 
 
 def test_rates(
@@ -268,11 +284,12 @@ def main() -> None:
         try:
             for each in prepared:
                 mixes = {name: each.workloads[name] for name in args.mixes or (MIXES if args.quick else ALL_MIXES)}
+                mine = possible(each.label, next(iter(mixes.values())), cases)
                 if args.only != "memory":
                     file = scratch / f"{each.label}.json"
-                    tested += test_rates(each.label, mixes, cases, steps, rounds, file)
+                    tested += test_rates(each.label, mixes, mine, steps, rounds, file)
                 if args.only != "rates":
-                    counted += test_memory(each.label, mixes, cases)
+                    counted += test_memory(each.label, mixes, mine)
         except FlowTrainError as error:
             failed = f"a run failed: {error}"
         finally:

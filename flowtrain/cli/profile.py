@@ -61,7 +61,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         if strategies:
             yield _strategies(f"a layer of encoders.{name}", strategies)
     steps, share = profile.steps, profile.forward_share
-    forward = "" if share is None else f"; forwards take {share:.0%} of a microbatch"
+    forward = "" if share is None else f"; forwards take {share:.0%} of a layer's time"
     images = [
         (
             f"an image for {name}",

@@ -169,10 +169,10 @@ class ActionTimes:
         """Return ``forward_s`` and ``backward_s`` of each microbatch, ``[M]``."""
         if stage.recomputed is not None:
             return self._recomputing_s(stage, works)
-        total = self._total_s(stage, works)
+        total, head = self._total_s(stage, works)
         share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else self.times.of_any_data.forward_share
         backward = (1.0 - share) * total
-        forward = share * total if stage.has_backward else total
+        forward = (share * total if stage.has_backward else total) + head
         copying = (self._copying_s(stage, works, each) for each in (forward, backward))
         return forward + next(copying), backward + next(copying)
 
@@ -190,21 +190,19 @@ class ActionTimes:
         setup = replace(self.times.setup, activation_checkpointing="none", encoder_checkpointing=None)
         return replace(self, times=replace(self.times, setup=setup))
 
-    def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> FloatArray:
-        """Seconds of forward and backward, ``[M]``."""
+    def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray]:
+        """Seconds of both passes without the head, and of the head, whose forward has its gradients; ``[M]``."""
         tp = self.degrees.tp
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]
             images = self.times.each_image_s(stage.encoder, works.patches, tp, in_ranks=True)
-            return works.of_images(images) * stage.num_layers / spec.num_layers
+            return works.of_images(images) * stage.num_layers / spec.num_layers, np.zeros(len(works))
         times = self.times.of_any_data
         seconds = times.microbatches_s(works, tp)
         total = stage.num_layers * seconds.layer
         if stage.is_first:
             total = total + seconds.connector
-        if stage.is_last:
-            total = total + seconds.head
-        return total
+        return total, seconds.head if stage.is_last else np.zeros(len(works))
 
     @cached_property
     def microbatch_s(self) -> float:

@@ -56,7 +56,7 @@ class ModuleTimes(Protocol):
 
     @property
     def forward_share(self) -> float:
-        """Share of the forward in the time of a microbatch on the backbone."""
+        """Share of the forward in the time of the backbone's layers."""
         ...
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:

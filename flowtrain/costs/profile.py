@@ -174,7 +174,7 @@ class Profile:
     strategies: Strategies = field(default_factory=dict)
     """A decoder layer in each memory strategy."""
     forward_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of the forward in the time of a microbatch; None if it was not measured."""
+    """Of the forward in the time of a decoder layer; None if it was not measured."""
     encoders: dict[str, dict[_Size, ImageTable]] = field(default_factory=dict)
     """Forwards, by encoder and tensor parallel degree."""
     encoder_strategies: dict[str, Strategies] = field(default_factory=dict)

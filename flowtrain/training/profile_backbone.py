@@ -42,6 +42,8 @@ STRATEGIES = {
 """Kinds by the words of ``backbone.activation_checkpointing``."""
 _PARTS = 4
 _LEAST_S = 1e-9
+_MOST_SHARE = 0.9
+"""Of a layer's time in one of its passes, so that noise cannot take all of it."""
 MOST_LAYERS = 5
 """A model of at most this many layers is measured whole, so its times include what memory and caches add with depth."""
 
@@ -109,7 +111,8 @@ class BackboneProfiler:
         step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
-        shares = [step.forwards_s[-1] / step.microbatches_s[-1] for step in found["deep"]]
+        forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
+        forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
         return BackboneTimes(
             layers_s=_positive(layers),
             heads_s=_positive(heads),
@@ -120,7 +123,7 @@ class BackboneProfiler:
             square_s=self._square_s(longest[0]),
             squares=tuple(np.mean(squares, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
-            forward_share=statistics.median(shares),
+            forward_share=min(max(forward_s / max(layers[-1], _LEAST_S), 1.0 - _MOST_SHARE), _MOST_SHARE),
         )
 
     def _square_s(self, mix: Sequence[PlannedSample]) -> float:

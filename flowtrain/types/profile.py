@@ -56,7 +56,7 @@ class BackboneTimes:
     strategies: dict[str, LayerTimes] = field(default_factory=dict)
     """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
     forward_share: float = 1.0 / 3.0
-    """Of the forward in the time of the longest microbatch."""
+    """Of the forward in the time of a decoder layer over the longest microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

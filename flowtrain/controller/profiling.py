@@ -243,6 +243,7 @@ class _Measured:
                 name: ImageCosts(times.decode_s, BATCH_CALLS * self._call_s) for name, times in self._encoders.items()
             },
             forward_share=alone.forward_share,
+            head_forward_share=alone.head_forward_share,
             steps=self._step_costs(alone),
             interference=self._interference,
             replicas={

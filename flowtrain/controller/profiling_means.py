@@ -44,6 +44,7 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         squares=times[0].squares,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),
+        head_forward_share=mean("head_forward_share"),
     )
 
 

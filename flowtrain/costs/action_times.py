@@ -170,9 +170,12 @@ class ActionTimes:
         if stage.recomputed is not None:
             return self._recomputing_s(stage, works)
         total, head = self._total_s(stage, works)
-        share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else self.times.of_any_data.forward_share
-        backward = (1.0 - share) * total
-        forward = (share * total if stage.has_backward else total) + head
+        times = self.times.of_any_data
+        share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else times.forward_share
+        forward = share * total + times.head_forward_share * head
+        backward = total + head - forward
+        if not stage.has_backward:
+            forward = total + head
         copying = (self._copying_s(stage, works, each) for each in (forward, backward))
         return forward + next(copying), backward + next(copying)
 
@@ -191,7 +194,7 @@ class ActionTimes:
         return replace(self, times=replace(self.times, setup=setup))
 
     def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray]:
-        """Seconds of both passes without the head, and of the head, whose forward has its gradients; ``[M]``."""
+        """Seconds of both passes without the head, and of the head, ``[M]``."""
         tp = self.degrees.tp
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]

@@ -139,6 +139,11 @@ class CalibratedTimes:
         """As ``ModuleTimes``."""
         return self._base.forward_share
 
+    @property
+    def head_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._base.head_forward_share
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; once a step, where it happens, the host's work."""
         return self._by.optimizer * self._base.step_s(num_parameters) + (self._by.step_host_s or 0.0)

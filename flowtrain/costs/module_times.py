@@ -59,6 +59,11 @@ class ModuleTimes(Protocol):
         """Share of the forward in the time of the backbone's layers."""
         ...
 
+    @property
+    def head_forward_share(self) -> float:
+        """Share of the forward in the time of the head and the loss, whose gradients it may compute already."""
+        ...
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...

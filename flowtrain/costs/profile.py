@@ -175,6 +175,8 @@ class Profile:
     """A decoder layer in each memory strategy."""
     forward_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Of the forward in the time of a decoder layer; None if it was not measured."""
+    head_forward_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of the forward in the time of final norm, head and loss; None if it was not measured."""
     encoders: dict[str, dict[_Size, ImageTable]] = field(default_factory=dict)
     """Forwards, by encoder and tensor parallel degree."""
     encoder_strategies: dict[str, Strategies] = field(default_factory=dict)

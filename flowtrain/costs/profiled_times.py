@@ -158,6 +158,12 @@ class ProfileTimes:
         measured = self._profile.forward_share
         return 1.0 - BACKWARD_SHARE if measured is None else min(measured / self._again, _MOST_FORWARD)
 
+    @property
+    def head_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        measured = self._profile.head_forward_share
+        return 1.0 - BACKWARD_SHARE if measured is None else measured
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``."""
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s

@@ -133,6 +133,11 @@ class Roofline:
         """As ``ModuleTimes``."""
         return 1.0 - BACKWARD_SHARE
 
+    @property
+    def head_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return 1.0 - BACKWARD_SHARE
+
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; the optimizer's memory traffic."""
         moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * num_parameters

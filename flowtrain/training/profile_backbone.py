@@ -43,7 +43,7 @@ STRATEGIES = {
 _PARTS = 4
 _LEAST_S = 1e-9
 _MOST_SHARE = 0.9
-"""Of a layer's time in one of its passes, so that noise cannot take all of it."""
+"""Of a part's time in one of its passes, so that noise cannot take all of it."""
 MOST_LAYERS = 5
 """A model of at most this many layers is measured whole, so its times include what memory and caches add with depth."""
 
@@ -113,6 +113,7 @@ class BackboneProfiler:
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
+        head_forward_s = float(np.median(forwards["blind"])) - forward_s
         return BackboneTimes(
             layers_s=_positive(layers),
             heads_s=_positive(heads),
@@ -123,7 +124,8 @@ class BackboneProfiler:
             square_s=self._square_s(longest[0]),
             squares=tuple(np.mean(squares, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
-            forward_share=min(max(forward_s / max(layers[-1], _LEAST_S), 1.0 - _MOST_SHARE), _MOST_SHARE),
+            forward_share=_share(forward_s, float(layers[-1])),
+            head_forward_share=_share(head_forward_s, float(heads[-1])),
         )
 
     def _square_s(self, mix: Sequence[PlannedSample]) -> float:
@@ -367,6 +369,10 @@ def _plan_of(batches: Sequence[PackedBatch], step: int, dp: int) -> StepPlan:
     ]
     most = max(batch.num_tokens for batch in batches)
     return StepPlan.of_slots(Unit(step, UnitKind.TRAIN, step, 0, dp * len(slots)), most, slots, ())
+
+
+def _share(forward_s: float, seconds: float) -> float:
+    return min(max(forward_s / max(seconds, _LEAST_S), 1.0 - _MOST_SHARE), _MOST_SHARE)
 
 
 def _positive(seconds: np.ndarray) -> tuple[float, ...]:

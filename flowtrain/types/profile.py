@@ -57,6 +57,8 @@ class BackboneTimes:
     """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
     forward_share: float = 1.0 / 3.0
     """Of the forward in the time of a decoder layer over the longest microbatch."""
+    head_forward_share: float = 1.0 / 3.0
+    """Likewise of final norm, head and loss."""
 
 
 @dataclass(frozen=True, slots=True)

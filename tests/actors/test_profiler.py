@@ -73,6 +73,7 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     assert all(0 < each < 60 for table in (times.layers_s, times.heads_s, times.connectors_s) for each in table)
     for amount in (times.assembling_s, times.step_s, times.parameter_s):
         assert amount >= 0 and math.isfinite(amount)
+    assert 0.0 < times.forward_share < 1.0 and 0.0 < times.head_forward_share < 1.0
 
 
 def test_an_encoders_layer_keeps_the_less_the_more_it_computes_again(config: RunConfig) -> None:
@@ -157,8 +158,10 @@ def test_devices_side_by_side_count_as_the_slowest_and_their_times_as_means() ->
     assert (facts.flops, facts.memory_nbytes, facts.link, facts.devices_per_node) == (2e9, 100, None, 3)
     encoders = [EncoderTimes((4, 8), (1,), ((each,), (2 * each,)), each) for each in (1.0, 3.0)]
     assert mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
-    backbones = [BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0) for each in (1.0, 2.0)]
-    assert mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0)
+    backbones = [
+        BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0, forward_share=each / 4.0) for each in (1.0, 2.0)
+    ]
+    assert mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0, forward_share=0.375)
 
 
 def test_a_shallow_model_is_the_runs_own_but_for_its_depth(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.trained import with_frozen_modules
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
+from tests.costs.test_profile import PROFILE
 from tests.profiles import cpu_profile
 
 REPOSITORY = Path(__file__).parents[2]
@@ -85,6 +86,21 @@ def test_equal_microbatches_take_the_surrogates_step(
             total += times.reduce_s(stage, backward, is_last=is_last)
     assert expected.num_microbatches == microbatches
     assert total == pytest.approx(float(expected.total[0]), rel=1e-6)
+
+
+def test_a_profile_tells_how_much_of_layers_and_head_is_forward() -> None:
+    (device,) = cluster(h200=1).device_types
+    measured = replace(PROFILE, forward_share=0.4, head_forward_share=0.9)
+    work = MicrobatchWork((700, 40), 300, 100)
+    passes = []
+    for profile in (PROFILE, measured):
+        times = ActionTimes(DeviceTimes(device, MODEL, SETUP, FROZEN_ENCODERS, profile), Degrees(), 1)
+        for stage in (StageWork(3, is_first=False, is_last=False), StageWork(0, is_first=False, is_last=True)):
+            passes.append((times.forward_s(stage, work), times.backward_s(stage, work)))
+    (layers, head), (measured_layers, measured_head) = (tuple(map(sum, each)) for each in (passes[:2], passes[2:]))
+    assert layers == pytest.approx(measured_layers) and head == pytest.approx(measured_head)
+    shares = [forward / (forward + backward) for forward, backward in passes]
+    assert shares == pytest.approx([1.0 / 3.0, 1.0 / 3.0, 0.4, 0.9])
 
 
 def test_stages_take_as_long_as_the_whole() -> None:

@@ -54,7 +54,8 @@ class Growth:
     """What one process held more in the last quarter of the looks than in the second one, as medians.
 
     nbytes_a_step: the same memory over the steps between the middles of both quarters. new_threads: their names.
-    more_pooled, most_pooled: threads of gRPC's pools, which more_threads does not count; the most at any look.
+    more_pooled, most_pooled: threads of gRPC's pools, which more_threads does not count; the most from the
+    second quarter on.
     """
 
     role: str
@@ -149,7 +150,7 @@ def growths(looks: Sequence[Look]) -> Iterator[Growth]:
             nbytes_a_step=more / steps if steps else 0.0,
             new_threads=tuple(sorted((Counter(late[-1].threads) - Counter(early[0].threads)).elements())),
             more_pooled=_more(early, late, "num_pooled"),
-            most_pooled=max(held.num_pooled for held in early + late),
+            most_pooled=max(look.held[process].num_pooled for look in looks[quarter:]),
         )
 
 

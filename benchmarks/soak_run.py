@@ -187,10 +187,9 @@ def of_role(role: str, worst: Sequence[Growth]) -> Iterator[Figure]:
     threads = max(worst, key=lambda growth: growth.more_threads)
     note = f"new: {', '.join(threads.new_threads)}" if threads.more_threads > 0 else ""
     yield at_most(f"{name}/threads", threads.more_threads, "more", 0, note)
-    pool = max(worst, key=lambda growth: growth.more_pooled)
-    if pool.more_pooled > 0:
-        note = f"{pool.more_pooled:+g}"
-        yield at_most(f"{name}/threads of a gRPC pool", pool.most_pooled, "threads", GRPC_POOL, note)
+    if (more := max(growth.more_pooled for growth in worst)) > 0:
+        fullest = max(growth.most_pooled for growth in worst)
+        yield at_most(f"{name}/threads of a gRPC pool", fullest, "threads", GRPC_POOL, f"{more:+g}")
 
 
 def allowed_nbytes(growth: Growth) -> float:

@@ -6,7 +6,7 @@ No Ray, no torch. A span's predicted time counts the data's mean mix of its toke
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from flowtrain.costs.profile import (
     configured_profile,
     library_versions,
     model_facts,
+    module_facts,
     read_profile,
 )
 from flowtrain.costs.profiled_times import CPU
@@ -113,9 +114,9 @@ class _Run:
 def _check_alike(runs: Sequence[_Run], times: Sequence[DeviceTimes], base: Profile | None) -> None:
     """Raise ConfigError unless all runs, and the profile that is fitted, are of one model and device."""
     first = runs[0]
-    facts = _modules_of(model_facts(first.config, first.planned.model))
+    facts = module_facts(first.config, first.planned.model)
     for run, each in zip(runs, times, strict=True):
-        other = _modules_of(model_facts(run.config, run.planned.model))
+        other = module_facts(run.config, run.planned.model)
         names = f"runs {first.config.name} and {run.config.name}"
         if other != facts:
             different = ", ".join(key for key in facts if other[key] != facts[key])
@@ -124,13 +125,7 @@ def _check_alike(runs: Sequence[_Run], times: Sequence[DeviceTimes], base: Profi
             devices = f"{times[0].device.name} and {each.device.name}"
             raise ConfigError(f"{names} ran on different devices ({devices}); calibrate each by itself")
     if base is not None and base.is_measured:
-        same = replace(base, model={key: base.model.get(key) for key in facts})
-        same.check(times[0].device.name, facts, base.versions)  # other settings may differ
-
-
-def _modules_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the times of a model's modules beside the settings that times follow."""
-    return {key: facts[key] for key in ("encoders", "connector", "backbone", "dtype")}
+        base.check_modules(times[0].device.name, facts)
 
 
 def _base_of(config: RunConfig, files: RunDir, given: Path | None) -> tuple[Profile | None, Profile | None]:
@@ -179,7 +174,7 @@ def _device_of(config: RunConfig, base: Profile | None) -> DeviceType:
 
 
 def _traced(files: RunDir, config: RunConfig) -> list[TracedStep]:
-    """Steps whose spans are in the run's trace; ConfigError without any."""
+    """Steps whose spans are in the run's trace."""
     spans = read_spans(files.trace) if files.trace.is_file() else []
     lines = list(read_metrics(files.metrics)) if files.metrics.is_file() else []
     scale = config.emulation.time_scale if config.emulation is not None else 1.0

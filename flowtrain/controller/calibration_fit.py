@@ -134,7 +134,7 @@ class Fit:
         self._replicas = {str(index): degrees.coordinates(index)[0] for index in range(degrees.world_size)}
 
     def add(self, step: TracedStep, pairs: Pairs) -> bool:
-        """Add what a step's spans took and should have taken; False without a trace for a step that cannot count."""
+        """Add what a step's spans took and should have taken; add nothing, and return False, if it cannot count."""
         by_actor: defaultdict[str, list[Span]] = defaultdict(list)
         for span in step.spans:
             actor = span.actor.split(" ")[0]  # emulated ones say so

@@ -74,12 +74,6 @@ class DeviceTimes:
         """As ``link_efficiency``, of transfers from one device to another."""
         return 1.0 if self._is_measured else self.rules.link_share("point_to_point")
 
-    @property
-    def collectives(self) -> float:
-        """Factor of what computing does not hide of collectives over replicas, by a finished run; 1 without one."""
-        calibration = self.profile.calibration if self.profile is not None else None
-        return calibration.collectives if calibration is not None else 1.0
-
     def slowdown(self, encoder: str) -> float:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
         return self.of_any_data.slowdown(encoder) or ASSUMED_INTERFERENCE
@@ -240,7 +234,7 @@ class ActionTimes:
         every = self._gathering_s(held.total)
         first = self._gathering_s(held.unit + held.outer)
         exposed = self._exposed(every, computing, first)
-        return np.minimum(exposed, self.times.collectives * every) if self._gathers_once else exposed
+        return np.minimum(exposed, self.times.of_any_data.collectives * every) if self._gathers_once else exposed
 
     def reduce_s(self, stage: StageWork, computing: SecondsT, *, is_last: bool) -> SecondsT:
         """Return seconds of the sum of a stage's gradients that its backward does not hide.
@@ -323,7 +317,7 @@ class ActionTimes:
         """What a computation does not hide of a collective; on a CPU nothing overlaps."""
         is_hidden = self.times.device.name != CPU
         exposed = np.maximum(seconds - computing, 0.0) + unhidden if is_hidden else 0.0 * computing + seconds
-        return self.times.collectives * exposed
+        return self.times.of_any_data.collectives * exposed
 
     def _gathering_s(self, parameters: float) -> float:
         share = (self.shard_size - 1) / self.shard_size

@@ -214,6 +214,11 @@ class Profile:
         if differs:
             raise ConfigError(f"{self.source}: {'; '.join(differs)}; {MEASURE_AGAIN}")
 
+    def check_modules(self, device: str, modules: Mapping[str, Any]) -> None:
+        """As ``check``, of the device and the modules' shapes (``module_facts``) alone: other settings may differ."""
+        same = replace(self, model={key: self.model.get(key) for key in modules})
+        same.check(device, modules, self.versions)
+
     @property
     def is_measured(self) -> bool:
         """Whether it has tables of times; otherwise times are by data sheets, with its calibration if it has one."""
@@ -314,12 +319,16 @@ _NO_MATTER = frozenset({"model.sharding"})
 """In files of earlier versions; a device that is measured alone has no shards."""
 
 
+def module_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
+    """Return what decides the times of a model's modules beside the settings that times follow."""
+    return {**model.shapes(), "dtype": config.model.dtype}
+
+
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
     """Return the shapes and settings that a module's time depends on, without degrees and data."""
     backbone = config.backbone
     return {
-        **model.shapes(),
-        "dtype": config.model.dtype,
+        **module_facts(config, model),
         "freeze": [key for key in config.model.freeze if not is_pattern(key)],  # the twin ignores patterns
         "optimizer": config.training.optimizer,
         "attention": backbone.attention,

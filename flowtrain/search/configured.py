@@ -11,7 +11,7 @@ from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.memory import USABLE_SHARE
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.operators import OperatorRules
-from flowtrain.costs.profile import Profile, configured_profile
+from flowtrain.costs.profile import Profile, configured_profile, module_facts
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.pipeline.configured import configured_partition
@@ -83,9 +83,7 @@ def _device(config: RunConfig, model: ModelSpec, profile: Profile | None, count:
     settings, name = config.emulation, config.backbone.accelerator_type
     per_node = settings.devices_per_node if settings is not None else _DEVICES_PER_NODE
     if profile is not None:
-        shapes = {**model.shapes(), "dtype": config.model.dtype}
-        same = replace(profile, model={key: profile.model.get(key) for key in shapes})
-        same.check(profile.device, shapes, profile.versions)  # other settings may differ
+        profile.check_modules(profile.device, module_facts(config, model))
         return profile.devices(count, per_node if settings is not None else profile.known_facts.devices_per_node)
     if name is None and settings is not None:
         name = settings.device

@@ -77,6 +77,13 @@ class Case:
     """Keys of the encoder in the pipeline (``mode: monolithic``); None: features come from outside."""
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the configuration's section."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Of the backbone, over ``SHAPE``."""
+
+    @property
+    def backbone_config(self) -> Qwen3Config:
+        """The backbone's configuration of Hugging Face."""
+        return Qwen3Config(**{**SHAPE, **self.shape})
 
     @property
     def sample_rows(self) -> int:
@@ -128,12 +135,14 @@ class Case:
 
 
 _EACH, _ONCE = {"gradient_reduction": "microbatch"}, {"gradient_reduction": "step"}
-_HYBRID = {"sharding": "hybrid", "hybrid_shard_size": 2}
+_HYBRID, _GRADIENTS = {"sharding": "hybrid", "hybrid_shard_size": 2}, {"sharding": "gradients"}
 _WHOLE = {"sequence_parallel": False}
 _WORDS = ["none", "full", "selective", "offload", "full", "none"]
 _DTYPE, _OWN = "bfloat16", {"encoder_layers": "own"}
 _MIXED = {"encoder_layers": "mixed", "partition": [4, 8]}  # the first rank has nothing but encoder layers
 _TRAINED, _RECOMPUTED = {"trainable": True}, _EACH | {"activation_checkpointing": "full"}
+_LARGE = {"vocab_size": 32768, "num_hidden_layers": 2}
+_TIED = _LARGE | {"tie_word_embeddings": True}
 CASES = {
     case.name: case
     for case in (
@@ -157,6 +166,14 @@ CASES = {
         Case("trained encoder, pp 2, mixed", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4, _TRAINED, _MIXED),
         Case("trained encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4, _TRAINED, _OWN),
         Case("frozen encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4, {}, _OWN),
+        Case("large vocabulary", Degrees(dp=4), _ONCE, _DTYPE, 3, shape=_LARGE),
+        Case("large vocabulary, microbatch", Degrees(dp=4), _EACH, _DTYPE, 3, shape=_LARGE),
+        Case("large vocabulary, gathered", Degrees(dp=4), _EACH | _GRADIENTS, _DTYPE, 3, shape=_LARGE),
+        Case("large vocabulary, pp 2", Degrees(dp=2, pp=2), _ONCE, _DTYPE, 4, shape=_LARGE),
+        Case("large vocabulary, tied", Degrees(dp=4), _ONCE, _DTYPE, 3, shape=_TIED),
+        Case("large vocabulary, tied, float32", Degrees(dp=4), _ONCE, "float32", 3, shape=_TIED),
+        Case("large vocabulary, tied, one microbatch", Degrees(dp=4), _ONCE, _DTYPE, 1, shape=_TIED),
+        Case("large vocabulary, tied, pp 2", Degrees(dp=2, pp=2), _ONCE, _DTYPE, 4, shape=_TIED),
     )
 }
 """Each of four ranks, so that they differ in one setting from another."""
@@ -239,7 +256,7 @@ class _Source(TextSource):
 
     @property
     def model_spec(self) -> ModelSpec:
-        backbone = from_hf_text_config(Qwen3Config(**SHAPE).to_dict())
+        backbone = from_hf_text_config(self._case.backbone_config.to_dict())
         connector = ConnectorSpec(self._case.feature_dim, backbone.hidden_size, backbone.hidden_size)
         return ModelSpec({"vision": from_hf_vision_config(TOWER)}, connector, backbone)
 
@@ -266,7 +283,8 @@ class _Source(TextSource):
 
     def _backbone(self) -> Backbone:
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE), attn_implementation=implementation_name("sdpa"))
+        config = self._case.backbone_config
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation_name("sdpa"))
         return Backbone(Connector(self._case.feature_dim, SHAPE["hidden_size"]), model)
 
 

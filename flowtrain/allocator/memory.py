@@ -138,6 +138,7 @@ class _RankRows:
             ends,
             self.examples,
             self.example[row],
+            {word: layers[:, 0] for word, layers in each.items()},
         )
 
 

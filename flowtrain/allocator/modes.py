@@ -52,18 +52,20 @@ def compare_modes(
     method: AllocationMethod = "milp",
     batches: DrawnBatches | None = None,
     trials: Sequence[Trial] = (),
+    may_be_tried: bool = False,
     times_of: DeviceTimesOf | None = None,
 ) -> ModeComparison:
     """Return the best plan of each mode over all of the request's choices.
 
     method: of ``decoupled`` and ``disaggregated``. batches: drawn from the workload; None: by a fixed seed.
     times_of: of single actions, by which the fastest candidates of a mode are simulated; None: none is.
-    trials: plans that ran, by which predicted rates are corrected. ``llm_only`` is a bound, not a contestant, unless it
+    trials: plans that ran, by which predicted rates are corrected. may_be_tried: others may still run
+    (``costs.profile_trials.correction``). ``llm_only`` is a bound, not a contestant, unless it
     is the only mode. Raises ConfigError if no mode fits.
     """
     started = time.perf_counter()
     batches = batches if batches is not None else DrawnBatches.draw(request.decided().workload)
-    search = _Search(request, surrogate_for, batches, memos_of(request), trials, times_of)
+    search = _Search(request, surrogate_for, batches, memos_of(request), trials, may_be_tried, times_of)
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
     if all(isinstance(found[mode], str) for mode in _contestants(modes)):
@@ -135,6 +137,7 @@ class _Search:
     batches: DrawnBatches
     memos: Memos
     trials: Sequence[Trial] = ()
+    may_be_tried: bool = False
     times_of: DeviceTimesOf | None = None
     allocation: Allocation | None = None
     refused: ConfigError | None = None
@@ -242,7 +245,7 @@ class _Search:
         shares = {name: at.workload.share(name) for name in candidate.encoders}
         return Contestant(
             candidate,
-            predicted * correction(self.trials, plan),
+            predicted * correction(self.trials, plan, may_be_tried=self.may_be_tried),
             drawn.imbalance,
             drawn.starved,
             slowdown,

@@ -56,8 +56,9 @@ def run_trials(
 
     They run on the cluster. Next is the fastest of the modes' best plans that was not tried; each trial corrects the
     rates of plans like it. Once every best plan with 80 % of the best rate was tried, or after eight, those that are
-    close to the fastest run twice more, in turn. A plan that fails is left out; if none runs, the first error is
-    raised, at the latest after three failures. num_devices: at most so many; None: all of the cluster.
+    close to the fastest run twice more, in turn. Their new rates may bring up another plan, which is tried too. A plan
+    that fails is left out; if none runs, the first error is raised, at the latest after three failures. num_devices:
+    at most so many; None: all of the cluster.
     """
     config = with_kept_choices(config, ())
     planned = planned_run(config)
@@ -65,23 +66,21 @@ def run_trials(
     count = sum(each.count for each in asked.at_hand)
     profile = replace(profile, trial_conditions=trial_conditions(config, planned.workload, count))
     tries = _Tries(config)
-    while len(tries.trials) < MOST_TRIALS:
+    while True:
         try:
-            report = make_report(planned, asked, profile=replace(profile, trials=tuple(tries.trials)))
+            so_far = replace(profile, trials=tuple(tries.trials))
+            report = make_report(planned, asked, profile=so_far, may_be_tried=True)
         except ConfigError as error:  # all plans have failed; the first failure says why
             raise tries.first_error or error from None
-        rating = _next(report)
-        if rating is None:
-            break
-        progress(f"trial {len(tries.trials) + 1}: {rating.plan}")
-        tries.run(rating, startable_plan(planned, rating, report.cluster))
-    best = max(trial.measured for trial in tries.trials)
-    close = [index for index, trial in enumerate(tries.trials) if trial.measured >= CLOSE * best]
-    for number in range(2, ROUNDS + 1):
-        for index in close if len(close) > 1 else ():
-            progress(f"trial {index + 1}, round {number}")
+        rating = _next(report) if len(tries.trials) < MOST_TRIALS else None
+        if rating is not None:
+            progress(f"trial {len(tries.trials) + 1}: {rating.plan}")
+            tries.run(rating, startable_plan(planned, rating, report.cluster))
+        elif (index := tries.undecided) is not None:
+            progress(f"trial {index + 1}, round {tries.rounds(index) + 1}")
             tries.run_again(index)
-    return replace(profile, trials=tuple(tries.trials))
+        else:
+            return so_far
 
 
 class _Tries:
@@ -101,6 +100,18 @@ class _Tries:
         self._plans.append(plan)
         if self.first_error and len(self.trials) >= MOST_FAILURES and not any(each.measured for each in self.trials):
             raise self.first_error
+
+    @property
+    def undecided(self) -> int | None:
+        """The trial with the fewest rounds of those that are close to the best; None if all have theirs."""
+        best = max(trial.measured for trial in self.trials)
+        close = [index for index, trial in enumerate(self.trials) if trial.measured >= CLOSE * best > 0]
+        index = min(close, key=self.rounds, default=None) if len(close) > 1 else None
+        return index if index is not None and self.rounds(index) < ROUNDS else None
+
+    def rounds(self, index: int) -> int:
+        """How often a trial ran."""
+        return len(self.trials[index].rates)
 
     def run_again(self, index: int) -> None:
         """Run a tried plan once more."""

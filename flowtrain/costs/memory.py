@@ -46,13 +46,17 @@ _COMPUTING = (*_ALWAYS, "accumulated", "gathered", "activations")
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "loss": (*_COMPUTING, "loss"),
     "backward": (*_COMPUTING, "working"),
-    "reduction": (*_ALWAYS, "gradients", "gathered", "reduced"),
+    "embedding": (*_ALWAYS, "accumulated", "gathered", "in_flight", "tables"),
+    "reduction": (*_ALWAYS, "gradients", "unsharded", "reduced"),
     "encoding": (*_ALWAYS, "accumulated", "gathered", "encoding"),
 }
 """Moments of a step that can be the worst, and what of ``StepMemory`` a device holds then.
 
-They are the loss of a microbatch, its first layer's backward, the last reduction, which the update follows, and, on a
-rank with frozen encoder layers, their forward of the last microbatch in flight."""
+They are the loss of a microbatch, its first layer's backward, the end of that backward on a rank with the embedding,
+the last reduction, which the update follows, and, on a rank with frozen encoder layers, their forward of the last
+microbatch in flight."""
+_SOMETIMES = {"embedding": "tables", "encoding": "encoding"}
+"""Moments that a rank may not have, and what it then has nothing of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,13 @@ class StepMemory:
     """Logits of one chunk, and the tensors that the loss passes to the backward."""
     reduced: int
     """Memory of a backward's last gradient reduction, in addition to the gradients."""
+    unsharded: int = 0
+    """Parameters that stay gathered while a microbatch's gradients are reduced; a step's last backward gives all back."""
+    tables: int = 0
+    """Gradients of the embedding and, if it is there, of the head, at the end of a backward: whole, in the compute
+    type."""
+    in_flight: int = 0
+    """Activations of the other microbatches in flight then."""
     host: int = 0
     """Pinned host memory with offloaded activations, over all microbatches in flight; no part of ``peak``."""
     frozen: int = 0
@@ -88,7 +99,7 @@ class StepMemory:
     @property
     def moments(self) -> tuple[str, ...]:
         """Those of ``MOMENTS`` that the rank has."""
-        return tuple(moment for moment in MOMENTS if self.encoding or moment != "encoding")
+        return tuple(each for each in MOMENTS if each not in _SOMETIMES or getattr(self, _SOMETIMES[each]))
 
     @property
     def peak(self) -> int:
@@ -159,8 +170,7 @@ def rank_peaks(
 ) -> IntArray:
     """Return the device bytes of backbone ranks at the worst of ``MOMENTS``, ``[N]``; arguments as ``rank_nbytes``."""
     found = rank_nbytes(spec, connector, ranks, setup, microbatch, **scales)
-    moments = (names for moment, names in MOMENTS.items() if moment != "encoding")
-    each = [np.sum([found[name] for name in names if name in found], axis=0) for names in moments]
+    each = [np.sum([found[name] for name in names if name in found], axis=0) for names in MOMENTS.values()]
     return np.max(each, axis=0)
 
 
@@ -185,16 +195,20 @@ def _with_trained_encoder(
         (0 if word == "full" else encoder_kept_nbytes(encoder.spec, setup, tokens, word) for word in words), default=0
     )
     num_offloaded = [chunk.layers_by_strategy(setup).get("offload", 0) for chunk in encoder.chunks]
+    gathered = dtype * (num_gathered * per_layer + encoder.outer_parameters)
+    stays = setup.accumulates and setup.gradient_reduction == "microbatch" and not shards_parameters
     return replace(
         memory,
         parameters=memory.parameters + FLOAT32_NBYTES * shard,
         gradients=memory.gradients + FLOAT32_NBYTES * shard,
         optimizer_state=memory.optimizer_state + FLOAT32_NBYTES * shard * OPTIMIZER_STATES[setup.optimizer],
         accumulated=memory.accumulated + (FLOAT32_NBYTES * accumulated if setup.accumulates else 0),
-        gathered=memory.gathered + dtype * (num_gathered * per_layer + encoder.outer_parameters),
+        gathered=memory.gathered + gathered,
         activations=memory.activations + kept + (layer if any(num_offloaded) else 0),
         working=max(memory.working, backward_peak_nbytes(setup, [(restored, freed)] * 2, backward, per_layer)),
         reduced=max(memory.reduced, _reduction_nbytes(setup, encoder.outer_parameters or per_layer)),
+        unsharded=memory.unsharded + (gathered if stays else 0),
+        in_flight=memory.in_flight + kept,
         host=memory.host
         + sum(chunk.in_flight * layer * count for chunk, count in zip(encoder.chunks, num_offloaded, strict=True)),
     )

@@ -78,11 +78,12 @@ def was_tried(trials: Sequence[Trial], plan: TriedPlan) -> bool:
     return any(each.plan == plan for each in trials)
 
 
-def correction(trials: Sequence[Trial], plan: TriedPlan) -> float:
+def correction(trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool = False) -> float:
     """Return what a predicted rate is multiplied by: the plan's own trial, else the mean of those of its shape.
 
-    Plans of a shape that was never tried get the highest factor of all trials. So an untried plan is not passed over
-    because the model errs for all plans alike, and it has to win its own trial before it is chosen.
+    Plans of a shape that was never tried get a factor of those with the same pipeline and tensor parallelism in other
+    modes, or of all trials. may_be_tried: the highest, so that an untried plan is not passed over because the model
+    errs for all plans alike; its own trial decides then. Otherwise the lowest: it must not win by luck.
     """
     for each in trials:
         if each.plan == plan:
@@ -91,7 +92,9 @@ def correction(trials: Sequence[Trial], plan: TriedPlan) -> float:
     alike = [each.factor for each in ran if each.plan.shape == plan.shape]
     if alike:
         return fmean(alike)
-    return max((each.factor for each in ran), default=1.0)
+    similar = [each.factor for each in ran if each.plan.shape[1:] == plan.shape[1:]]
+    factors = similar or [each.factor for each in ran] or [1.0]
+    return max(factors) if may_be_tried else min(factors)
 
 
 def trial_conditions(config: RunConfig, workload: Workload, num_devices: int) -> dict[str, Any]:

@@ -49,16 +49,21 @@ class RankColumns:
     """Chunks of ranks that need different memory in addition while a layer runs backward."""
     example: IntArray
     """Which of ``examples`` a rank is like."""
+    first_layers: Mapping[str, IntArray]
+    """Decoder layers of the chunk with the embedding, where it is there, by memory strategy."""
 
     @classmethod
     def of(cls, chunks: tuple[Chunk, ...], setup: TrainingSetup, spec: TransformerSpec) -> RankColumns:
         """Return one rank with these chunks."""
         layers: dict[str, int] = {}
+        first: Mapping[str, int] = {}
         ends: dict[Ends, int] = {}
         for chunk in chunks:
             kind = chunk.is_first, chunk.is_last
             ends[kind] = ends.get(kind, 0) + chunk.in_flight
-            for word, count in without_idle_layers(chunk, spec).layers_by_strategy(setup).items():
+            words = without_idle_layers(chunk, spec).layers_by_strategy(setup)
+            first = words if chunk.is_first else first
+            for word, count in words.items():
                 layers[word] = layers.get(word, 0) + chunk.in_flight * count
         return cls(
             len(chunks),
@@ -70,6 +75,7 @@ class RankColumns:
             {kind: np.array([count]) for kind, count in ends.items()},
             (chunks,),
             np.zeros(1, dtype=np.int64),
+            {word: np.array([count]) for word, count in first.items()},
         )
 
 
@@ -101,13 +107,16 @@ def rank_nbytes(
     shards_parameters = (dp > 1) & (setup.sharding != "gradients")
     num_gathered = np.where(shards_parameters, np.minimum(ranks.num_layers, 2 * ranks.num_chunks), ranks.num_layers)
     last_reduced = np.where(trained_outer > 0, trained_outer, np.where(ranks.trained_layers > 0, per_layer, 0))
-    # Its gradient waits for the root's reduction.
-    head = dtype * -(-spec.vocab_size // tp) * spec.hidden_size if trains_head(spec) else 0
+    gathered = dtype * (num_gathered * per_layer + outer)
+    # The head's gradient waits for the root's reduction, and that of the embedding comes beside it.
+    table = dtype * -(-spec.vocab_size // tp) * spec.hidden_size
+    head = np.where(ranks.has_last, table if trains_head(spec) else 0, 0)
     sums_whole = accumulates & ~reduces_each
     activations = sum(count * kept_nbytes(spec, setup, tokens, word) for word, count in ranks.kept_layers.items())
     for (is_first, is_last), count in ranks.kept_chunks.items():
         empty = Chunk(0, is_first, is_last)
         activations = activations + count * chunk_activation_nbytes(spec, connector, empty, setup, microbatch)
+    in_flight = np.where(ranks.has_first, activations - _ended_nbytes(spec, connector, ranks, setup, microbatch), 0)
     host = np.zeros_like(whole)
     if "offload" in ranks.kept_layers:
         # The layer called last stays on the device; in the backward its place is that of the layer before.
@@ -124,25 +133,48 @@ def rank_nbytes(
         "gradients": FLOAT32_NBYTES * trained_shard,
         "optimizer_state": FLOAT32_NBYTES * trained_shard * OPTIMIZER_STATES[setup.optimizer],
         "accumulated": FLOAT32_NBYTES * np.where(accumulates, np.where(reduces_each, trained_shard, trained), 0),
-        "gathered": dtype * (num_gathered * per_layer + outer),
+        "gathered": gathered,
         "activations": np.asarray(activations),
-        "working": working + np.where(ranks.has_last, head, 0),
+        "working": working + head,
         "loss": np.where(ranks.has_last, loss_nbytes(spec, setup, microbatch), 0),
         "reduced": reduction_nbytes(dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each),
+        "unsharded": np.where(accumulates & reduces_each & ~shards_parameters, gathered, 0),
+        "tables": np.where(ranks.has_first & trains_embedding(spec), table + head, 0),
+        "in_flight": in_flight,
         "host": host,
     }
+
+
+def _ended_nbytes(
+    spec: TransformerSpec,
+    connector: ConnectorSpec,
+    ranks: RankColumns,
+    setup: TrainingSetup,
+    microbatch: MicrobatchSize,
+) -> IntArray:
+    """Activations of one microbatch in the chunk with the embedding, ``[N]``."""
+    both, first = (
+        chunk_activation_nbytes(spec, connector, Chunk(0, True, is_last), setup, microbatch)
+        for is_last in (True, False)
+    )
+    layers = sum(
+        count * kept_nbytes(spec, setup, microbatch.num_tokens, word) for word, count in ranks.first_layers.items()
+    )
+    return np.where(ranks.has_last & (ranks.num_chunks == 1), both, first) + layers
 
 
 def reduction_nbytes(
     dtype_nbytes: int, num_parameters: IntArray, num_shards: IntArray, sums_whole: BoolArray, adds: BoolArray
 ) -> IntArray:
-    """Return one unit's gradient, the buffer that the ranks reduce, and the result where it is added to a shard.
+    """Return the buffer that the ranks reduce and, beside it, one unit's gradient before and its shard after.
 
-    sums_whole: whole float32 gradients wait for the reduction. adds: a shard has the sum of earlier microbatches.
+    sums_whole: whole float32 gradients wait for the reduction. adds: a shard has the sum of earlier microbatches;
+    otherwise the result becomes the shard, which counts among the gradients and does not yet exist before.
     """
-    gradient = np.where(sums_whole, FLOAT32_NBYTES, dtype_nbytes)
-    result = np.where(adds, FLOAT32_NBYTES * -(-num_parameters // num_shards), 0)
-    return (FLOAT32_NBYTES + gradient) * num_parameters + result
+    gradient = np.where(sums_whole, FLOAT32_NBYTES, dtype_nbytes) * num_parameters
+    result = FLOAT32_NBYTES * -(-num_parameters // num_shards)
+    beside = np.where(adds, np.maximum(gradient, result), np.maximum(gradient - result, 0))
+    return FLOAT32_NBYTES * num_parameters + beside
 
 
 def layer_parameters(spec: TransformerSpec, tp: int) -> int:
@@ -173,6 +205,11 @@ def trains_head(spec: TransformerSpec) -> bool:
     """Whether the output head's weight is trained."""
     trained = spec.trained
     return trained is None or (trained.embedding if spec.tied_embeddings else trained.head) > 0
+
+
+def trains_embedding(spec: TransformerSpec) -> bool:
+    """Whether the embedding's weight is trained."""
+    return spec.trained is None or spec.trained.embedding > 0
 
 
 def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, setup: TrainingSetup, num_tokens: int) -> IntArray:

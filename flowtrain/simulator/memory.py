@@ -1,11 +1,11 @@
 """What backbone ranks hold during each operation of a step, from the lifetimes of tensors (PipeWeaver 4.1).
 
 A rank runs its list in order, so the list alone decides what it holds during each operation; times say when that is.
-Weights and optimizer state are always there, gathered parameters during the step. A microbatch's activations live from
+Weights and optimizer state are always there, a stage's gathered parameters until its last backward. A microbatch's activations live from
 the start of its forward to the end of its backward, the buffer of a transfer from its launch to its use, the sum of a
 stage's gradients from the stage's first backward to its last, which reduces it to a shard for the update. What one
-operation alone needs is there while it runs: the loss, recomputed activations, gradients on their way. The bytes are
-those of ``costs``.
+operation alone needs is there while it runs: the loss, recomputed activations, gradients on their way. At a backward's
+end these are gone; the embedding's gradient and then the reduction are there. The bytes are those of ``costs``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from flowtrain.costs.model_spec import ModelSpec, VisionSpec
 from flowtrain.costs.training_setup import MicrobatchSize, TrainingSetup
 from flowtrain.simulator.engine import Timeline
 from flowtrain.simulator.program import Op, Program
-from flowtrain.simulator.stage_memory import PassBytes, StageModel, rank_models, stage_models
+from flowtrain.simulator.stage_memory import PassBytes, RankModel, StageModel, rank_models, stage_models
 from flowtrain.simulator.step import StepSimulator, cut
 
 
@@ -140,10 +141,11 @@ class _Step:
         starts, ends = np.zeros((kinds, count), dtype=np.int64), np.zeros((kinds, count), dtype=np.int64)
         working = np.zeros((2, count), dtype=np.int64)
         each = self._bytes()
-        self._add_computations(each, starts, ends, working)
+        ranks = rank_models(self.model, self.simulator.partition, self.stages, self.setup)
+        self._add_computations(each, ranks, starts, ends, working)
         self._add_transfers(each, starts, ends)
         self._add_handed_on(each, starts, ends)
-        resting, gathered = self._always()
+        resting, gathered = self._always(ranks)
         first, num_ops = program.first[:-1], np.diff(program.first)
         changes = np.concatenate([np.zeros((kinds, 1), dtype=np.int64), np.cumsum(starts + ends, axis=1)], axis=1)
         base = resting - changes[:, first]
@@ -155,9 +157,8 @@ class _Step:
         during = np.where(fuller == 0, moments[0], moments[1])
         return HeldMemory(program, resting, during, after)
 
-    def _always(self) -> tuple[IntArray, IntArray]:
+    def _always(self, ranks: Sequence[RankModel]) -> tuple[IntArray, IntArray]:
         """What ranks hold between steps, ``[K, R]``, and the gathered parameters, ``[R]``."""
-        ranks = rank_models(self.model, self.simulator.partition, self.stages, self.setup)
         resting = np.zeros((len(Kind), len(ranks)), dtype=np.int64)
         resting[Kind.WEIGHTS] = [each.parameters for each in ranks]
         resting[Kind.OPTIMIZER_STATE] = [each.optimizer_state for each in ranks]
@@ -199,7 +200,9 @@ class _Step:
         each = len(self.works) // self.program.num_replicas
         return rank // self.simulator.partition.pp_size * each + microbatch
 
-    def _add_computations(self, each: _Bytes, starts: IntArray, ends: IntArray, working: IntArray) -> None:
+    def _add_computations(
+        self, each: _Bytes, ranks: Sequence[RankModel], starts: IntArray, ends: IntArray, working: IntArray
+    ) -> None:
         columns, stages = self.program.computations, [stage.of_step(self.model) for stage in self.stages]
         op, is_backward = columns.op, columns.is_backward
         has_backward = np.array([stage.has_backward for stage in self.simulator.partition.stages])[columns.place]
@@ -207,15 +210,35 @@ class _Step:
         np.add.at(starts[Kind.ACTIVATIONS], op, np.where(is_backward, 0, kept))
         np.add.at(ends[Kind.ACTIVATIONS], op, np.where(is_backward, -kept, 0))
         working[0, op] = np.where(is_backward, each.backward, each.forward)
-        summed, shard, reduced = (
+        summed, shard, reduced, unsharded, tables = (
             np.array([getattr(stage, name) for stage in stages], dtype=np.int64)[columns.place]
-            for name in ("accumulated", "gradients", "reduced")
+            for name in ("accumulated", "gradients", "reduced", "unsharded", "tables")
         )
-        is_last = columns.is_last
-        sums = np.where(self._first_backwards(), summed, 0) - np.where(is_last, summed, 0)
+        first_tables = np.array([stage.first_tables(self.model) for stage in self.stages], dtype=np.int64)
+        gathered = self._gathered(ranks, [stage.gathered for stage in stages])[columns.place]
+        is_last, is_first = columns.is_last, self._first_backwards()
+        sums = np.where(is_first, summed, 0) - np.where(is_last, summed, 0)
         np.add.at(ends[Kind.GRADIENTS], op, sums + np.where(is_last, shard, 0))
+        np.add.at(ends[Kind.WEIGHTS], op, np.where(is_last, -gathered, 0))
+        # In addition to what is there afterwards: the last backward leaves neither gathered parameters nor sums.
+        at_last = np.maximum(reduced, gathered + tables + summed - shard)
         reduces_each = self.setup.gradient_reduction == "microbatch"
-        working[1, op] = np.where(is_last | (is_backward & reduces_each), reduced, 0)
+        tables = np.where(is_first, first_tables[columns.place], tables)
+        before = np.maximum(tables, reduced + unsharded - gathered if reduces_each else 0)
+        working[1, op] = np.where(is_last, at_last, np.where(is_backward, before, 0))
+
+    def _gathered(self, ranks: Sequence[RankModel], alone: Sequence[int]) -> IntArray:
+        """Gathered parameters of each stage, ``[S]``, as shares of its rank's. alone: of ranks with that stage only.
+
+        Together stages have less than alone: a tied table is there once.
+        """
+        mine = [stage.rank for stage in self.simulator.partition.stages]
+        found = np.zeros(len(mine), dtype=np.int64)
+        for number, rank in enumerate(ranks):
+            places = [place for place, at in enumerate(mine) if at == number]
+            ends = list(accumulate(alone[place] for place in places))
+            found[places] = np.diff([end * rank.gathered // max(1, ends[-1]) for end in ends], prepend=0)
+        return found
 
     def _first_backwards(self) -> NDArray[np.bool_]:
         """Whether a computation is the first backward of its stage in its rank's list, ``[C]``."""

@@ -12,8 +12,8 @@ from flowtrain.costs.encoder_memory import EncoderShare, encoder_layer_activatio
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.memory import StepMemory, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec, VisionSpec
-from flowtrain.costs.rank_memory import trains_head
-from flowtrain.costs.training_setup import Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
+from flowtrain.costs.rank_memory import sums_whole, trains_head
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.rank_chunks import rank_chunks
@@ -62,6 +62,20 @@ class StageModel:
         """Return its gradients and their sums and reduction, which no data change."""
         return self.memory(model, _NO_DATA)
 
+    def first_tables(self, model: ModelSpec) -> int:
+        """Return what ``StepMemory.tables`` adds at the end of a step's first backward, beside the sums that begin.
+
+        In float32 a gradient is its own sum; of a tied table the embedding's is added to the head's. In another type a
+        table is there while its sum is made.
+        """
+        tables = self.of_step(model).tables
+        if not tables or not sums_whole(self.setup):
+            return tables
+        is_both = self.chunk.is_last and trains_head(model.backbone)
+        table = tables // 2 if is_both else tables
+        in_float32 = self.setup.dtype_nbytes == FLOAT32_NBYTES
+        return table if not in_float32 or (is_both and model.backbone.tied_embeddings) else 0
+
     def pass_bytes(self, model: ModelSpec, size: MicrobatchSize) -> PassBytes:
         """Return the bytes of one microbatch."""
         found, setup = self.memory(model, size), self.setup
@@ -98,7 +112,7 @@ class RankModel:
     """With weights of frozen encoder layers."""
     optimizer_state: int
     gathered: int
-    """Parameters that are unsharded during a step."""
+    """Parameters that are unsharded during a step, until the last backward."""
 
 
 def stage_models(

@@ -50,8 +50,8 @@ def test_each_configuration_reduces_once_a_step_where_that_fits(gibibytes: int) 
 
 
 def test_a_reduction_once_a_step_may_fit_where_one_with_each_microbatch_does_not() -> None:
-    """Buffers of the reductions take more than whole gradients of few layers."""
-    small = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2))
+    """A layer's gradient and the buffer of the one before take more than whole gradients of few layers."""
+    small = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2, vocab_size=1024))
     asked = choosing(request(cluster(h200=2), small, setup=replace(SETUP, dtype="float32")))
     once, each = (peak(asked, Degrees(2), reduction) for reduction in ("step", "microbatch"))
     assert once < each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,23 @@ def test_only_what_is_close_runs_again(config: RunConfig, monkeypatch: pytest.Mo
     assert counts["decoupled"] == counts["colocated"] == trials.ROUNDS
     assert all(count == 1 for mode, count in counts.items() if rates[mode] < 90.0)
     assert report.winner.mode == "decoupled" and len(order) == sum(len(trial.rates) for trial in found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_winner_has_run_however_much_rates_vary(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """New rates of later rounds may bring up a plan that was not worth a trial before."""
+    random, ran = Random(seed), []
+    monkeypatch.setattr(trials, "MOST_TRIALS", 1000)
+
+    def rate(plan: Plan) -> float:
+        ran.append(repr(plan))
+        return random.uniform(60.0, 100.0)
+
+    _, found, report = tried(config, rate, monkeypatch)
+    assert report.winner.was_tried
+    assert len(set(ran[: len(found)])) < len(found), "with these seeds some plan runs again before the last is tried"
 
 
 def test_a_plan_whose_trial_fails_is_left_out(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

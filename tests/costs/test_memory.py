@@ -233,7 +233,9 @@ def test_the_peak_is_where_most_is_held() -> None:
         reduced=4,
     )  # fmt: skip
     assert memory.peak == 10 + 20 + 3 + 40 + 7
-    assert replace(memory, activations=2).peak == 10 + 20 + 10 + 3 + 4, "the last gradients are reduced"
+    assert replace(memory, activations=2).peak == 10 + 20 + 10 + 4, "the last gradients are reduced"
+    tables = replace(memory, activations=2, tables=12, in_flight=1)
+    assert tables.peak == 10 + 20 + 3 + 1 + 12 and tables.moments == ("loss", "backward", "embedding", "reduction")
     assert replace(memory, accumulated=10).peak == 10 + 20 + 10 + 3 + 40 + 7
 
 

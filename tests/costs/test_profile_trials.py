@@ -42,8 +42,13 @@ def test_plans_of_a_shape_err_alike() -> None:
     assert correction(trials, replace(REPLICAS, settings=replace(SETTINGS, microbatch_tokens=2048))) == pytest.approx(
         0.9
     )
-    # Nothing of this shape ran, nor of this mode: the least that any prediction was off.
-    assert correction(trials, both) == pytest.approx(0.9) == correction(trials, ONE)
+    # Nothing of this shape ran, nor with such a group: the most that any prediction was off, or the least.
+    assert correction(trials, both) == pytest.approx(0.8)
+    assert correction(trials, both, may_be_tried=True) == pytest.approx(0.9)
+    # Another mode has such a pipeline.
+    for may_be_tried in (False, True):
+        assert correction(trials, replace(longer, mode="monolithic"), may_be_tried=may_be_tried) == pytest.approx(0.8)
+        assert correction(trials, ONE, may_be_tried=may_be_tried) == pytest.approx(0.9)
 
 
 def test_a_plan_that_failed_is_never_fast_and_says_nothing_of_others() -> None:

@@ -185,11 +185,12 @@ def make_report(
     *,
     solver: SolverName = "auto",
     profile: Profile | None = None,
+    may_be_tried: bool = False,
     where: str = "",
 ) -> PlanReport:
     """Choose mode, degrees and settings, with data sheets' or a profile's rates; ConfigError if nothing fits.
 
-    where: whose devices ``asked.at_hand`` are.
+    may_be_tried: more plans than the profile's trials may still run. where: whose devices ``asked.at_hand`` are.
     """
     config, rules = planned.config, OperatorRules.of(planned.config.costs)
     cluster = cluster_of(asked, planned, profile)
@@ -210,6 +211,7 @@ def make_report(
         method=config.allocator.method,
         batches=batches,
         trials=trials,
+        may_be_tried=may_be_tried,
         # A profile's trials correct what the formula predicts.
         times_of=times_of if profile is None else None,
     )

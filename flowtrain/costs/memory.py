@@ -83,7 +83,7 @@ class StepMemory:
     reduced: int
     """Memory of a backward's last gradient reduction, in addition to the gradients."""
     unsharded: int = 0
-    """Parameters that stay gathered while a microbatch's gradients are reduced; a step's last backward gives all back."""
+    """Parameters that stay gathered while a microbatch's gradients are reduced; the last backward gives all back."""
     tables: int = 0
     """Gradients of the embedding and, if it is there, of the head, at the end of a backward: whole, in the compute
     type."""

@@ -1,11 +1,12 @@
 """What backbone ranks hold during each operation of a step, from the lifetimes of tensors (PipeWeaver 4.1).
 
 A rank runs its list in order, so the list alone decides what it holds during each operation; times say when that is.
-Weights and optimizer state are always there, a stage's gathered parameters until its last backward. A microbatch's activations live from
-the start of its forward to the end of its backward, the buffer of a transfer from its launch to its use, the sum of a
-stage's gradients from the stage's first backward to its last, which reduces it to a shard for the update. What one
-operation alone needs is there while it runs: the loss, recomputed activations, gradients on their way. At a backward's
-end these are gone; the embedding's gradient and then the reduction are there. The bytes are those of ``costs``.
+Weights and optimizer state are always there, a stage's gathered parameters until its last backward. A microbatch's
+activations live from the start of its forward to the end of its backward, the buffer of a transfer from its launch to
+its use, the sum of a stage's gradients from the stage's first backward to its last, which reduces it to a shard for the
+update. What one operation alone needs is there while it runs: the loss, recomputed activations, gradients on their way.
+At a backward's end these are gone; the embedding's gradient and then the reduction are there. The bytes are those of
+``costs``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Literal
 
 from flowtrain.config.model import Checkpointing as Word
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.training_setup import Checkpointing, TrainingSetup
+from flowtrain.costs.training_setup import CPU_PROBABILITIES, Checkpointing, TrainingSetup
 
 
 def configured_setup(config: RunConfig, *, on_cpu: bool) -> TrainingSetup:
@@ -28,6 +28,7 @@ def configured_setup(config: RunConfig, *, on_cpu: bool) -> TrainingSetup:
         encoder_checkpointing=_decided(encoder.activation_checkpointing) if encoder.activation_checkpointing else None,
         optimizer=config.training.optimizer,
         attention=fastest if backbone.attention == "auto" else backbone.attention,
+        probabilities_at_once=CPU_PROBABILITIES if on_cpu else None,
     )
 
 

@@ -160,7 +160,7 @@ def _ended_nbytes(
     layers = sum(
         count * kept_nbytes(spec, setup, microbatch.num_tokens, word) for word, count in ranks.first_layers.items()
     )
-    return np.where(ranks.has_last & (ranks.num_chunks == 1), both, first) + layers
+    return np.asarray(np.where(ranks.has_last & (ranks.num_chunks == 1), both, first) + layers, dtype=np.int64)
 
 
 def reduction_nbytes(
@@ -271,8 +271,8 @@ def sums_whole(setup: TrainingSetup) -> bool:
 def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
     """Return the most that the fused loss holds at once, either with a chunk's probabilities or the head's gradient.
 
-    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32 (a CPU computes few
-    of them at once and needs less). With several chunks, the head's gradient is summed in float32.
+    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32; a CPU without
+    tensor parallelism computes few of them at once. With several chunks, the head's gradient is summed in float32.
     """
     dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
     num_rows = max(1, microbatch.num_target_tokens)
@@ -280,6 +280,7 @@ def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: Microba
     head = vocabulary * spec.hidden_size if trains_head(spec) else 0
     rows = 2 * dtype * num_rows * spec.hidden_size  # rows with a target, and their gradient
     summed = FLOAT32_NBYTES * head if num_rows > setup.loss_chunk_tokens else 0
-    computing = (FLOAT32_NBYTES + dtype) * num_logits + summed
+    at_once = num_logits if setup.probabilities_at_once is None or setup.tp > 1 else setup.probabilities_at_once
+    computing = dtype * num_logits + FLOAT32_NBYTES * min(num_logits, at_once) + summed
     adding = dtype * (num_logits + head) + summed
     return rows + max(computing, adding)

@@ -11,6 +11,9 @@ FLOAT32_NBYTES = 4
 LOSS_CHUNK_TOKENS = 2048
 """Rows of logits that exist at once; the same value as in ``flowtrain.models.loss``."""
 
+CPU_PROBABILITIES = 2**19
+"""Logits that the loss turns into probabilities at once on a CPU; the same value as there."""
+
 DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
 """Bytes per number, by ``model.dtype``."""
 
@@ -46,6 +49,8 @@ class TrainingSetup:
     accumulates: bool = True
     """Several microbatches per step: gradients of the earlier ones exist during each later one."""
     loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
+    probabilities_at_once: int | None = None
+    """Logits that the loss turns into float32 probabilities at once; None: all of a chunk."""
 
     @property
     def dtype_nbytes(self) -> int:

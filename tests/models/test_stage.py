@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from flowtrain.costs.training_setup import LOSS_CHUNK_TOKENS
+from flowtrain.costs.training_setup import CPU_PROBABILITIES, LOSS_CHUNK_TOKENS
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
-from flowtrain.models.loss import CHUNK_TOKENS
+from flowtrain.models.loss import CHUNK_TOKENS, CPU_BLOCK_NUMBERS
 from flowtrain.models.stage import take_stage, tied_names
 from flowtrain.pipeline.partition import split_layers
 
@@ -76,4 +76,4 @@ def test_a_stage_knows_the_kinds_of_its_own_layers() -> None:
 
 
 def test_memory_is_predicted_with_the_loss_as_it_is() -> None:
-    assert LOSS_CHUNK_TOKENS == CHUNK_TOKENS
+    assert (LOSS_CHUNK_TOKENS, CPU_PROBABILITIES) == (CHUNK_TOKENS, CPU_BLOCK_NUMBERS)

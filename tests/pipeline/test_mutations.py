@@ -62,7 +62,10 @@ def relabel(random: Random, lists: Lists) -> bool:
         {"module": next(module for module in StageModule if module is not action.module)},
     ]
     if action.kind.is_compute:
-        changes += [{"memory": next(s for s in (MemoryStrategy.KEEP, MemoryStrategy.SELECTIVE) if s != action.memory)}]
+        other = next(s for s in (MemoryStrategy.KEEP, MemoryStrategy.SELECTIVE) if s != action.memory)
+        # Without a backward, as of a frozen stage, any strategy is right.
+        alike = [replace(each, kind=action.kind) for each in lists[rank] if each.kind.is_compute and each is not action]
+        changes += [{"memory": other}] if action in alike else []
     else:
         changes += [{"payload": next(payload for payload in Payload if payload is not action.payload)}]
         changes += [{"kind": random.choice([k for k in ActionKind if not k.is_compute and k is not action.kind])}]

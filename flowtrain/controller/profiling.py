@@ -31,7 +31,7 @@ from flowtrain.costs.profile import (
     model_facts,
 )
 from flowtrain.costs.profile_checks import profile_warnings
-from flowtrain.costs.profile_layers import AttentionCosts, LayerStrategy, Strategies, StrategyCosts
+from flowtrain.costs.profile_layers import AttentionCosts, LayerStrategy, LossCosts, Strategies, StrategyCosts
 from flowtrain.costs.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
 from flowtrain.costs.profile_together import (
     BATCH_CALLS,
@@ -233,6 +233,7 @@ class _Measured:
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
             attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
+            losses={tp: LossCosts(times.target_s, times.targets) for tp, times in self._backbones.items()},
             strategies=_strategies(alone.strategies),
             encoder_strategies={name: _strategies(times.strategies) for name, times in self._encoders.items()},
             encoders={

@@ -42,6 +42,8 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         parameter_s=mean("parameter_s"),
         square_s=mean("square_s"),
         squares=times[0].squares,
+        target_s=mean("target_s"),
+        targets=times[0].targets,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),
         head_forward_share=mean("head_forward_share"),

@@ -27,7 +27,7 @@ from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.microbatch_costs import MicrobatchCosts, leaves
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.profile_layers import AttentionCosts, Strategies
+from flowtrain.costs.profile_layers import AttentionCosts, LossCosts, Strategies
 from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts, Sharded
 from flowtrain.costs.profile_trials import Trial
 from flowtrain.errors import ConfigError, FaultCode
@@ -171,6 +171,8 @@ class Profile:
     """Over the vision tokens of a microbatch of that many tokens; by tensor parallel degree."""
     attention: dict[_Size, AttentionCosts] = field(default_factory=dict)
     """The part of ``layers`` that depends on how long sub-sequences are; by tensor parallel degree."""
+    losses: dict[_Size, LossCosts] = field(default_factory=dict)
+    """The part of ``heads`` that depends on how many tokens have loss; by tensor parallel degree."""
     strategies: Strategies = field(default_factory=dict)
     """A decoder layer in each memory strategy."""
     forward_share: Annotated[float, Field(gt=0, lt=1)] | None = None

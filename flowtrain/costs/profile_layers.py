@@ -35,11 +35,32 @@ class AttentionCosts:
 
         lengths: packed lengths of the table. squares: sums over each one's sub-sequences.
         """
-        measured = np.interp(num_tokens, lengths, self.squares)
-        # Below the shortest and above the longest, microbatches have more or fewer sequences like the measured ones.
-        measured *= np.where(num_tokens > lengths[-1], num_tokens / lengths[-1], 1.0)
-        measured *= np.where(num_tokens < lengths[0], num_tokens / lengths[0], 1.0)
-        return self.square_s * (squares - measured)
+        return self.square_s * (squares - _measured(lengths, num_tokens, self.squares))
+
+
+@dataclass(frozen=True, slots=True)
+class LossCosts:
+    """Of the tokens with loss in the head, forward and backward."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    target_s: _Amount
+    """Seconds for each of them."""
+    targets: tuple[_Amount, ...]
+    """Their number in the microbatches that the head's table has times of."""
+
+    def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, targets: FloatArray) -> FloatArray:
+        """As ``AttentionCosts.beyond_s``. targets: tokens with loss of each microbatch."""
+        return self.target_s * (targets - _measured(lengths, num_tokens, self.targets))
+
+
+def _measured(lengths: tuple[int, ...], num_tokens: FloatArray, amounts: tuple[float, ...]) -> FloatArray:
+    """Amounts of measured microbatches, of which ``lengths`` are known, at any numbers of tokens."""
+    found: FloatArray = np.interp(num_tokens, lengths, amounts)
+    # Below the shortest and above the longest, microbatches have more or fewer sequences like the measured ones.
+    found *= np.where(num_tokens > lengths[-1], num_tokens / lengths[-1], 1.0)
+    found *= np.where(num_tokens < lengths[0], num_tokens / lengths[0], 1.0)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ CPU = "cpu"
 _MOST_FORWARD = 0.9
 """Of a pass's time, whatever a memory strategy that was not measured should save."""
 _LEAST_SHARE = 0.25
-"""Of a layer's time, which is left however short the sub-sequences are."""
+"""Of the time of a layer or the head, which is left however short the sub-sequences are, and with hardly any loss."""
 
 
 class ProfileTimes:
@@ -96,10 +96,16 @@ class ProfileTimes:
         def reducing(tokens: FloatArray, degree: int) -> FloatArray:
             return self._communication.head_s(tokens, num_target_tokens, degree)
 
-        return _scaled(self._profile.heads, num_tokens, tp, reducing)
+        heads, losses = self._profile.heads, self._profile.losses
+        seconds = _scaled(heads, num_tokens, tp, reducing)
+        measured = _nearest(heads, tp)
+        if measured in losses:
+            beyond = losses[measured].beyond_s(heads[measured].num_tokens, num_tokens, num_target_tokens)
+            seconds = np.maximum(seconds + beyond * (measured / tp), _LEAST_SHARE * seconds)
+        return seconds
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
-        """As ``ModuleTimes``; without attention apart, microbatches of as many tokens take as long."""
+        """As ``ModuleTimes``; without attention and losses apart, microbatches of as many tokens take as long."""
         tokens = works.num_tokens
         return MicrobatchSeconds(
             self._layers_s(tokens, works.squares, tp),

@@ -111,6 +111,7 @@ class BackboneProfiler:
         step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
+        targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
         head_forward_s = float(np.median(forwards["blind"])) - forward_s
@@ -123,6 +124,8 @@ class BackboneProfiler:
             parameter_s=parameter_s,
             square_s=self._square_s(longest[0]),
             squares=tuple(np.mean(squares, axis=0).tolist()),
+            target_s=self._target_s(longest[0]),
+            targets=tuple(np.mean(targets, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=_share(head_forward_s, float(heads[-1])),
@@ -146,6 +149,20 @@ class BackboneProfiler:
                 found.append((deep[0] - deep[1]) - (one[0] - one[1]))
         squares = (part * _PARTS) ** 2 - _PARTS * part**2
         return max(0.0, statistics.median(found)) / (len(self._layers) - 1) / squares
+
+    def _target_s(self, mix: Sequence[PlannedSample]) -> float:
+        """Seconds of the head for each token with loss: a microbatch where nearly all or hardly any token has one."""
+        few = 2 * _num_targets(mix) < sum(each.num_tokens for each in mix)
+        other = [replace(each, num_target_tokens=max(1, each.num_tokens - 1) if few else 1) for each in mix]
+        more = _num_targets(other) - _num_targets(mix)
+        if not more:
+            return 0.0
+        batches, found = [self._batch(mix), self._batch(other)], []
+        for number in range(WARMUP_STEPS + FEW_STEPS):
+            before, after = self._step(1, batches).microbatches_s
+            if number >= WARMUP_STEPS:
+                found.append((after - before) / more)
+        return max(0.0, statistics.median(found))
 
     def _strategy(self, kind: MemoryKind, mix: Sequence[PlannedSample]) -> LayerTimes:
         """Times of a layer that follows a memory strategy, over a full microbatch."""
@@ -369,6 +386,10 @@ def _plan_of(batches: Sequence[PackedBatch], step: int, dp: int) -> StepPlan:
     ]
     most = max(batch.num_tokens for batch in batches)
     return StepPlan.of_slots(Unit(step, UnitKind.TRAIN, step, 0, dp * len(slots)), most, slots, ())
+
+
+def _num_targets(mix: Sequence[PlannedSample]) -> int:
+    return sum(each.num_target_tokens for each in mix)
 
 
 def _share(forward_s: float, seconds: float) -> float:

@@ -53,6 +53,10 @@ class BackboneTimes:
     """Attention in one decoder layer, forward and backward with recomputation, per squared token of a sub-sequence."""
     squares: tuple[float, ...] = ()
     """Mean sums over sub-sequences of their squared tokens in the measured microbatches; ``[N]``, or none."""
+    target_s: float = 0.0
+    """The head and the loss, for each token with loss."""
+    targets: tuple[float, ...] = ()
+    """Mean tokens with loss in the measured microbatches; ``[N]``, or none."""
     strategies: dict[str, LayerTimes] = field(default_factory=dict)
     """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
     forward_share: float = 1.0 / 3.0

@@ -27,7 +27,7 @@ from flowtrain.costs.calibration import (
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
 from flowtrain.costs.profile import Profile, read_profile
-from flowtrain.costs.profile_layers import AttentionCosts, StrategyCosts
+from flowtrain.costs.profile_layers import AttentionCosts, LossCosts, StrategyCosts
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, workload
 from tests.costs.test_profile import LENGTHS, PROFILE, times
@@ -125,6 +125,21 @@ def test_attention_tells_long_sequences_from_short_ones() -> None:
     squares = float(np.square(data.lengths).sum() / data.lengths.sum()) * 4096
     expected = float(before.layer_s(TOKENS, 1)[0]) + 1e-9 * (squares - 1280 * 1.36 * 4096)
     assert float(found.layer_s(TOKENS, 1)[0]) == pytest.approx(expected)
+
+
+def test_the_head_takes_longer_the_more_tokens_have_a_loss() -> None:
+    measured = 0.1 * np.array(LENGTHS.num_tokens)
+    apart = replace(PROFILE, losses={1: LossCosts(1e-6, tuple(measured.tolist()))})
+    found, before = times(apart), times()
+    none, few, all_of_them = (
+        float(found.microbatches_s(MicrobatchColumns.of([MicrobatchWork((4096,), 0, targets)]), 1).head[0])
+        for targets in (0, 410, 4096)
+    )
+    head = float(before.head_s(TOKENS, 1)[0])
+    assert few == pytest.approx(head + 1e-6 * 0.4) and all_of_them == pytest.approx(few + 1e-6 * (4096 - 410))
+    assert head / 4 <= none < few, "something is left"
+    share = workload().target_share
+    assert float(found.head_s(TOKENS, 1)[0]) == pytest.approx(max(head + 1e-6 * 4096 * (share - 0.1), head / 4))
 
 
 def test_measured_strategies_come_before_counted_forwards() -> None:

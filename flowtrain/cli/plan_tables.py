@@ -88,7 +88,7 @@ def memory_table(memory: StepMemory, title: str = "memory of a backbone rank, Gi
     table = _table(title, *(f"at the {moment}" for moment in moments))
     for field in fields(memory):
         nbytes = getattr(memory, field.name)
-        if nbytes and field.name != "host":
+        if nbytes and any(field.name in MOMENTS[moment] for moment in moments):
             cells = (_gib(nbytes) if field.name in MOMENTS[moment] else "" for moment in moments)
             table.add_row(field.name.replace("_", " "), *cells)
     table.add_section()

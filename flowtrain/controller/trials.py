@@ -103,11 +103,15 @@ class _Tries:
 
     @property
     def undecided(self) -> int | None:
-        """The trial with the fewest rounds of those that are close to the best; None if all have theirs."""
+        """The trial with the fewest rounds of those that are, or were, close to the best; None if all have theirs.
+
+        One bad round of two must not take a plan's third one.
+        """
         best = max(trial.measured for trial in self.trials)
-        close = [index for index, trial in enumerate(self.trials) if trial.measured >= CLOSE * best > 0]
-        index = min(close, key=self.rounds, default=None) if len(close) > 1 else None
-        return index if index is not None and self.rounds(index) < ROUNDS else None
+        close = {index for index, trial in enumerate(self.trials) if trial.measured >= CLOSE * best > 0}
+        were = {index for index, trial in enumerate(self.trials) if len(trial.rates) > 1 and trial.measured > 0}
+        wanted = (close if len(close) > 1 else set()) | were
+        return min((index for index in sorted(wanted) if self.rounds(index) < ROUNDS), key=self.rounds, default=None)
 
     def rounds(self, index: int) -> int:
         """How often a trial ran."""

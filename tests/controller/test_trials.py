@@ -70,6 +70,21 @@ def test_only_what_is_close_runs_again(config: RunConfig, monkeypatch: pytest.Mo
     assert report.winner.mode == "decoupled" and len(order) == sum(len(trial.rates) for trial in found)
 
 
+def test_one_bad_round_takes_no_plan_its_third(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Mode] = []
+    rates = {"decoupled": (100.0, 60.0, 98.0), "colocated": (95.0, 95.0, 95.0)}
+
+    def rate(plan: Plan) -> float:
+        if plan.mode not in rates:
+            return 50.0
+        runs.append(plan.mode)
+        return rates[plan.mode][min(runs.count(plan.mode), 3) - 1]
+
+    _, found, _ = tried(config, rate, monkeypatch)
+    first = next(trial for trial in found if trial.plan.mode == "decoupled")
+    assert first.rates == (100.0, 60.0, 98.0) and first.measured == 98.0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_winner_has_run_however_much_rates_vary(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -170,6 +170,7 @@ CASES = {
         Case("large vocabulary, microbatch", Degrees(dp=4), _EACH, _DTYPE, 3, shape=_LARGE),
         Case("large vocabulary, gathered", Degrees(dp=4), _EACH | _GRADIENTS, _DTYPE, 3, shape=_LARGE),
         Case("large vocabulary, pp 2", Degrees(dp=2, pp=2), _ONCE, _DTYPE, 4, shape=_LARGE),
+        Case("large vocabulary, trained encoder", Degrees(dp=4), _EACH, _DTYPE, 3, _TRAINED, shape=_LARGE),
         Case("large vocabulary, tied", Degrees(dp=4), _ONCE, _DTYPE, 3, shape=_TIED),
         Case("large vocabulary, tied, float32", Degrees(dp=4), _ONCE, "float32", 3, shape=_TIED),
         Case("large vocabulary, tied, one microbatch", Degrees(dp=4), _ONCE, _DTYPE, 1, shape=_TIED),

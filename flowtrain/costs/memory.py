@@ -47,7 +47,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
     "loss": (*_COMPUTING, "loss"),
     "backward": (*_COMPUTING, "working"),
     "embedding": (*_ALWAYS, "accumulated", "gathered", "in_flight", "tables"),
-    "reduction": (*_ALWAYS, "gradients", "unsharded", "reduced"),
+    "reduction": (*_ALWAYS, "gradients", "remaining", "reduced"),
     "encoding": (*_ALWAYS, "accumulated", "gathered", "encoding"),
 }
 """Moments of a step that can be the worst, and what of ``StepMemory`` a device holds then.
@@ -82,13 +82,14 @@ class StepMemory:
     """Logits of one chunk, and the tensors that the loss passes to the backward."""
     reduced: int
     """Memory of a backward's last gradient reduction, in addition to the gradients."""
-    unsharded: int = 0
-    """Parameters that stay gathered while a microbatch's gradients are reduced; the last backward gives all back."""
+    remaining: int = 0
+    """What else is there while a microbatch's gradients are reduced: activations of the others in flight, parameters
+    that stay gathered, a trained encoder whose backward follows. A step's last backward leaves nothing of it."""
     tables: int = 0
     """Gradients of the embedding and, if it is there, of the head, at the end of a backward: whole, in the compute
     type."""
     in_flight: int = 0
-    """Activations of the other microbatches in flight then."""
+    """Activations of the other microbatches in flight at the end of a backward."""
     host: int = 0
     """Pinned host memory with offloaded activations, over all microbatches in flight; no part of ``peak``."""
     frozen: int = 0
@@ -196,7 +197,12 @@ def _with_trained_encoder(
     )
     num_offloaded = [chunk.layers_by_strategy(setup).get("offload", 0) for chunk in encoder.chunks]
     gathered = dtype * (num_gathered * per_layer + encoder.outer_parameters)
-    stays = setup.accumulates and setup.gradient_reduction == "microbatch" and not shards_parameters
+    # The encoder's backward follows the backbone's: until then it has all, otherwise less by one microbatch.
+    follows = memory.parameters > 0
+    ended = encoder_chunk_activation_nbytes(encoder.spec, encoder.chunks[0], setup, microbatch)
+    in_flight = kept if follows else kept - ended
+    reduces_each = setup.accumulates and setup.gradient_reduction == "microbatch"
+    remaining = in_flight + (gathered if follows or not shards_parameters else 0) if reduces_each else 0
     return replace(
         memory,
         parameters=memory.parameters + FLOAT32_NBYTES * shard,
@@ -207,8 +213,8 @@ def _with_trained_encoder(
         activations=memory.activations + kept + (layer if any(num_offloaded) else 0),
         working=max(memory.working, backward_peak_nbytes(setup, [(restored, freed)] * 2, backward, per_layer)),
         reduced=max(memory.reduced, _reduction_nbytes(setup, encoder.outer_parameters or per_layer)),
-        unsharded=memory.unsharded + (gathered if stays else 0),
-        in_flight=memory.in_flight + kept,
+        remaining=memory.remaining + remaining,
+        in_flight=memory.in_flight + in_flight,
         host=memory.host
         + sum(chunk.in_flight * layer * count for chunk, count in zip(encoder.chunks, num_offloaded, strict=True)),
     )

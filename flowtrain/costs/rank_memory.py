@@ -50,7 +50,7 @@ class RankColumns:
     example: IntArray
     """Which of ``examples`` a rank is like."""
     first_layers: Mapping[str, IntArray]
-    """Decoder layers of the chunk with the embedding, where it is there, by memory strategy."""
+    """Decoder layers of the first chunk, by memory strategy."""
 
     @classmethod
     def of(cls, chunks: tuple[Chunk, ...], setup: TrainingSetup, spec: TransformerSpec) -> RankColumns:
@@ -62,7 +62,7 @@ class RankColumns:
             kind = chunk.is_first, chunk.is_last
             ends[kind] = ends.get(kind, 0) + chunk.in_flight
             words = without_idle_layers(chunk, spec).layers_by_strategy(setup)
-            first = words if chunk.is_first else first
+            first = first or words
             for word, count in words.items():
                 layers[word] = layers.get(word, 0) + chunk.in_flight * count
         return cls(
@@ -116,7 +116,7 @@ def rank_nbytes(
     for (is_first, is_last), count in ranks.kept_chunks.items():
         empty = Chunk(0, is_first, is_last)
         activations = activations + count * chunk_activation_nbytes(spec, connector, empty, setup, microbatch)
-    in_flight = np.where(ranks.has_first, activations - _ended_nbytes(spec, connector, ranks, setup, microbatch), 0)
+    in_flight = activations - _ended_nbytes(spec, connector, ranks, setup, microbatch)
     host = np.zeros_like(whole)
     if "offload" in ranks.kept_layers:
         # The layer called last stays on the device; in the backward its place is that of the layer before.
@@ -138,7 +138,7 @@ def rank_nbytes(
         "working": working + head,
         "loss": np.where(ranks.has_last, loss_nbytes(spec, setup, microbatch), 0),
         "reduced": reduction_nbytes(dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each),
-        "unsharded": np.where(accumulates & reduces_each & ~shards_parameters, gathered, 0),
+        "remaining": np.where(accumulates & reduces_each, in_flight + np.where(shards_parameters, 0, gathered), 0),
         "tables": np.where(ranks.has_first & trains_embedding(spec), table + head, 0),
         "in_flight": in_flight,
         "host": host,
@@ -152,15 +152,16 @@ def _ended_nbytes(
     setup: TrainingSetup,
     microbatch: MicrobatchSize,
 ) -> IntArray:
-    """Activations of one microbatch in the chunk with the embedding, ``[N]``."""
-    both, first = (
-        chunk_activation_nbytes(spec, connector, Chunk(0, True, is_last), setup, microbatch)
-        for is_last in (True, False)
-    )
-    layers = sum(
-        count * kept_nbytes(spec, setup, microbatch.num_tokens, word) for word, count in ranks.first_layers.items()
-    )
-    return np.asarray(np.where(ranks.has_last & (ranks.num_chunks == 1), both, first) + layers, dtype=np.int64)
+    """Activations of one microbatch in the first chunk, whose backward comes last, ``[N]``."""
+    is_last = ranks.has_last & (ranks.num_chunks == 1)
+    ended = np.zeros(len(is_last), dtype=np.int64)
+    for first in (False, True):
+        for last in (False, True):
+            nbytes = chunk_activation_nbytes(spec, connector, Chunk(0, first, last), setup, microbatch)
+            ended += np.where((ranks.has_first == first) & (is_last == last), nbytes, 0)
+    for word, count in ranks.first_layers.items():
+        ended += count * kept_nbytes(spec, setup, microbatch.num_tokens, word)
+    return ended
 
 
 def reduction_nbytes(

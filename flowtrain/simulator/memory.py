@@ -211,9 +211,9 @@ class _Step:
         np.add.at(starts[Kind.ACTIVATIONS], op, np.where(is_backward, 0, kept))
         np.add.at(ends[Kind.ACTIVATIONS], op, np.where(is_backward, -kept, 0))
         working[0, op] = np.where(is_backward, each.backward, each.forward)
-        summed, shard, reduced, unsharded, tables = (
+        summed, shard, reduced, remaining, tables = (
             np.array([getattr(stage, name) for stage in stages], dtype=np.int64)[columns.place]
-            for name in ("accumulated", "gradients", "reduced", "unsharded", "tables")
+            for name in ("accumulated", "gradients", "reduced", "remaining", "tables")
         )
         first_tables = np.array([stage.first_tables(self.model) for stage in self.stages], dtype=np.int64)
         gathered = self._gathered(ranks, [stage.gathered for stage in stages])[columns.place]
@@ -225,7 +225,7 @@ class _Step:
         at_last = np.maximum(reduced, gathered + tables + summed - shard)
         reduces_each = self.setup.gradient_reduction == "microbatch"
         tables = np.where(is_first, first_tables[columns.place], tables)
-        before = np.maximum(tables, reduced + unsharded - gathered if reduces_each else 0)
+        before = np.maximum(tables, reduced + remaining - gathered if reduces_each else 0)
         working[1, op] = np.where(is_last, at_last, np.where(is_backward, before, 0))
 
     def _gathered(self, ranks: Sequence[RankModel], alone: Sequence[int]) -> IntArray:

@@ -20,6 +20,7 @@ from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.initial_weights import BuiltWeights
+from flowtrain.pipeline.configured import configured_strategy
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
@@ -120,7 +121,11 @@ class _Source(TextSource):
     setting: Setting
 
     def backbone_skeleton(self) -> Backbone:
-        return self._backbone(torch.device("meta"))
+        skeleton, backbone = self._backbone(torch.device("meta")), self.setting.run_config().backbone
+        skeleton.memory = configured_strategy(backbone)
+        if backbone.compile:
+            skeleton.compile_layers()
+        return skeleton
 
     def backbone_weights(self) -> BuiltWeights:
         return BuiltWeights(lambda: self._backbone(self.setting.device))

@@ -29,8 +29,11 @@ BACKENDS: dict[str, Backend] = {
 
 
 def implementation_name(backend: str) -> str:
-    """Name under which transformers knows a backend (its ``attn_implementation``)."""
-    return f"flowtrain_packed_{backend}"
+    """Name under which transformers knows a backend (its ``attn_implementation``).
+
+    Without the word flash: transformers takes each name that has it for a kernel that it must find itself.
+    """
+    return f"flowtrain_packed_{backend.replace('flash_attn', 'fa')}"
 
 
 def resolve_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -156,4 +156,6 @@ class Backbone(nn.Module):
         embeddings = self.language_model.get_input_embeddings()(input_ids)
         projected = self.connector(features.to(self.connector.dtype or features.dtype))
         rows, *added = projected if isinstance(projected, tuple) else (projected,)
-        return embeddings.index_copy(0, feature_index, rows.to(embeddings.dtype))[None], tuple(added)
+        # No view at the end: torch.compile would compile the first layer apart from the others.
+        merged = embeddings[None].index_copy(1, feature_index, rows.to(embeddings.dtype)[None])
+        return merged, tuple(added)

@@ -38,12 +38,14 @@ QWEN3 = {
 }
 
 
-def make_backbone(values: Mapping[str, Any], *, frozen: tuple[str, ...] = (), seed: int = 5) -> Backbone:
+def make_backbone(
+    values: Mapping[str, Any], *, frozen: tuple[str, ...] = (), seed: int = 5, attention: str = "sdpa"
+) -> Backbone:
     """A tiny backbone with random weights everywhere, norms and biases too."""
     torch.manual_seed(seed)
     settings = dict(values)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    language_model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation_name("sdpa"))
+    language_model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation_name(attention))
     backbone = Backbone(Connector(FEATURE_DIM, config.hidden_size), language_model).train()
     for parameter in backbone.parameters():
         if parameter.ndim == 1:

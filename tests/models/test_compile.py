@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from flowtrain.errors import ConfigError
+from flowtrain.models.attention_backends import torch_varlen
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.pipeline.actions import MemoryStrategy
 from tests.models.ranks import QWEN3, assert_close, full_gradients, make_backbone, make_batch
@@ -51,3 +54,47 @@ def test_layers_are_compiled_where_the_configuration_says_so(make_config, langua
     for settings in ({}, {"compile": True}):
         family_from_config(make_config(backbone={"config": language_configs["qwen3"], **settings})).load_backbone()
     assert compiled == [{"dynamic": True, "backend": "inductor"}] * 2, "two layers, and nothing by default"
+
+
+def attend_by_mask(query, key, value, cu_seqlens, scale):
+    """What a variable-length kernel computes, ``[T, H, D]``, in operations that a graph can hold."""
+    tokens = torch.arange(query.shape[0])
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+    mask = (sequence[:, None] == sequence) & (tokens[:, None] >= tokens)
+    heads = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=mask, scale=scale, enable_gqa=True
+    ).transpose(0, 1)
+
+
+def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    return attend_by_mask(query, key, value, cu_q, scale)
+
+
+def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, softmax_scale, **others):
+    return attend_by_mask(q, k, v, cu_seqlens_q, softmax_scale)
+
+
+@pytest.mark.parametrize("kernel", ["torch_varlen", "flash_attn"])
+def test_a_layer_with_a_kernel_for_packed_sequences_is_one_graph(kernel, monkeypatch):
+    """A break would leave the operations beside it alone, and end a graph in every layer."""
+    monkeypatch.setattr(torch_varlen, "_KERNEL", varlen_attn)
+    package = ModuleType("flash_attn")
+    monkeypatch.setattr(package, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    torch.compiler.reset()
+    plain, compiled = make_backbone(TWO_LAYERS), make_backbone(TWO_LAYERS, attention=kernel)
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in compiled.decoder_layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=record, fullgraph=True)
+    for seed, lengths in enumerate([(7, 1, 12, 4), (9, 3, 5), (30,)]):
+        for backbone in (plain, compiled):
+            backbone.zero_grad()
+            backbone(**make_batch(seed, lengths)).backward()
+        assert_close(full_gradients(compiled), full_gradients(plain))
+    assert len(graphs) == 1, "all layers and lengths share it"

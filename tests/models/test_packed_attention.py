@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -114,8 +115,8 @@ def test_auto_takes_flash_attn_where_it_is_installed(installed, chosen, monkeypa
             raise ImportError("No module named 'flash_attn'")
 
     monkeypatch.setattr(flash_attn, "_kernel", kernel)
-    for module in (flash_attn, torch_varlen):
-        monkeypatch.setattr(module, "why_no_flash_kernel", lambda device, dtype: None)
+    monkeypatch.setattr(flash_attn, "why_no_flash_kernel", lambda device, dtype: None)
+    monkeypatch.setitem(BACKENDS, "torch_varlen", replace(torch_varlen.BACKEND, why_not=lambda device, dtype: None))
     with caplog.at_level(logging.INFO, logger="flowtrain.models.attention"):
         assert resolve_attention("auto", torch.device("cuda"), torch.bfloat16) == chosen
     way_out = "pip install --no-build-isolation 'flowtrain[flash-attn]'"
@@ -174,8 +175,8 @@ def flash_attn_varlen_func(
 )
 def test_variable_length_kernels_are_called_by_their_interfaces(monkeypatch, name, kernel, window):
     """The kernels themselves need a GPU: here only what goes in and comes out, against SDPA per sequence."""
-    parameters = frozenset(inspect.signature(kernel).parameters)
-    monkeypatch.setattr(torch_varlen, "_kernel", lambda: (kernel, parameters))
+    monkeypatch.setattr(torch_varlen, "_KERNEL", kernel)
+    monkeypatch.setattr(torch_varlen, "_PARAMETERS", frozenset(inspect.signature(kernel).parameters))
     monkeypatch.setattr(flash_attn, "_kernel", lambda: kernel)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(LENGTHS), 8) for heads in (4, 2, 2))
@@ -191,7 +192,7 @@ def test_variable_length_kernels_are_called_by_their_interfaces(monkeypatch, nam
 
 
 def test_this_torch_has_an_interface_that_is_known():
-    _, parameters = torch_varlen._kernel()
+    parameters = torch_varlen._PARAMETERS
     assert {"scale"} <= parameters and ("window_size" in parameters or "is_causal" in parameters)
 
 

@@ -116,7 +116,7 @@ def test_kernels_that_cannot_do_it_are_passed_over(monkeypatch):
         raise AssertionError("called")
 
     monkeypatch.setattr(tower_attention, "_kernel_for", lambda device, dtype: "torch_varlen")
-    monkeypatch.setattr(torch_varlen, "_kernel", refuse)
+    monkeypatch.setattr(torch_varlen, "_KERNEL", refuse)
     packed_bidirectional(*row_of([4, 5], width=6), Segments([4, 5]))
     packed_bidirectional(*row_of([4, 5]), Segments([4, 5]), dropout=0.5)
     with pytest.raises(AssertionError, match="called"):
@@ -161,8 +161,8 @@ def flash_attn_varlen_func(
 )
 def test_variable_length_kernels_are_called_by_their_interfaces(monkeypatch, name, kernel, num_kv_heads):
     """The kernels themselves need a GPU: here only what goes in and comes out."""
-    parameters = frozenset(inspect.signature(kernel).parameters)
-    monkeypatch.setattr(torch_varlen, "_kernel", lambda: (kernel, parameters))
+    monkeypatch.setattr(torch_varlen, "_KERNEL", kernel)
+    monkeypatch.setattr(torch_varlen, "_PARAMETERS", frozenset(inspect.signature(kernel).parameters))
     monkeypatch.setattr(flash_attn, "_kernel", lambda: kernel)
     query, key, value = row_of(LENGTHS, 4, num_kv_heads)
     found = BACKENDS[name].bidirectional(query, key, value, Segments(LENGTHS), scaling=0.3, dropout=0.0)

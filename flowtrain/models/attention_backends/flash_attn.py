@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -64,8 +63,10 @@ def bidirectional_flash_attn(
 
 
 def _kernel() -> Any:
-    # Optional, and slow to import: only when this backend is used.
-    return importlib.import_module("flash_attn").flash_attn_varlen_func
+    # Optional, and slow to import: only when this backend is used. A statement, which torch.compile follows.
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
 
 
 def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:

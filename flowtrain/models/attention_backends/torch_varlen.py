@@ -6,15 +6,17 @@ The signature of ``varlen_attn`` differs between torch's releases: older ones ha
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from flowtrain.models.attention_backends.base import Backend, Segments, check_request, tokens_first, why_no_flash_kernel
+
+# Constants, so that torch.compile finds them without leaving its graph.
+_KERNEL: Any = varlen_attn
+_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def packed_torch_varlen(
@@ -37,9 +39,8 @@ def packed_torch_varlen(
         raise NotImplementedError(
             "torch_varlen has no dropout; set attention_dropout to 0 or backbone.attention to sdpa"
         )
-    _, known = _kernel()
     options: dict[str, Any] = {}
-    if "window_size" in known:
+    if "window_size" in _PARAMETERS:
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
     elif sliding_window is None:
         options["is_causal"] = True
@@ -67,35 +68,16 @@ def _attend(
     options: dict[str, Any],
 ) -> Tensor:
     """Call the kernel. query ``[1, H, T, D]``; returns ``[1, T, H, D]``."""
-    kernel, known = _kernel()
     query, key, value = (tokens_first(tensor) for tensor in (query, key, value))
     if scaling is not None:
         options["scale"] = scaling
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = True
         else:
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    output: Tensor = kernel(query, key, value, offsets, offsets, max_length, max_length, **options)
+    output: Tensor = _KERNEL(query, key, value, offsets, offsets, max_length, max_length, **options)
     return output[None]
 
 
-@cache
-def _kernel() -> tuple[Any, frozenset[str]]:
-    """The function, and the names of its parameters."""
-    kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return kernel, frozenset(inspect.signature(kernel).parameters)
-
-
-def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    reason = why_no_flash_kernel(device, dtype)
-    if reason is not None:
-        return reason
-    try:
-        _kernel()
-    except (ImportError, AttributeError) as error:
-        return f"torch {torch.__version__} does not have it ({error}); install torch 2.11 or newer"
-    return None
-
-
-BACKEND = Backend(packed_torch_varlen, bidirectional_torch_varlen, _why_not)
+BACKEND = Backend(packed_torch_varlen, bidirectional_torch_varlen, why_no_flash_kernel)

@@ -39,15 +39,27 @@ HEAVY_KINDS = [
 HEAVY_COUNT = {"median": 1, "mean": 1.3, "most": 6}
 CHOICES = f"allocator.choose=[{', '.join(PLANNER_CHOICES)}]"
 """All modes choose the same settings; without it only ``auto`` would."""
+OLDER = "a100"
+OLDER_SHARE = 4
+"""With two kinds of devices, one in so many ranks is an older one."""
 
 
 @dataclass(frozen=True)
 class CellVariant:
-    """overrides: of the configuration that is planned and run. base: of an ablation, what has all parts."""
+    """overrides: of the configuration that is planned and run. kinds: of devices; only the newer ones if there are two
+    and ``newer_alone``.
+    """
 
     name: str
     overrides: tuple[str, ...]
-    base: str | None = None
+    kinds: int = 1
+    newer_alone: bool = False
+
+    def devices(self, ranks: int, device: str) -> tuple[str, ...]:
+        """What ``flowtrain plan --device`` gets."""
+        older = ranks // OLDER_SHARE if self.kinds == 2 else 0
+        newer = f"{device}={ranks - older}"
+        return (newer,) if not older or self.newer_alone else (newer, f"{OLDER}={older}")
 
 
 DECOUPLED = "mode=decoupled"
@@ -58,14 +70,17 @@ CELL_VARIANTS = (
     CellVariant("monolithic", ("mode=monolithic", CHOICES)),
     CellVariant("disaggregated", ("mode=disaggregated", CHOICES)),
     CellVariant("llm_only", ("mode=llm_only", CHOICES)),
-    CellVariant("without_pool", (DECOUPLED, CHOICES, "pool.exchange=point_to_point"), "decoupled"),
-    CellVariant("without_allocator", (DECOUPLED, CHOICES, "allocator.method=even"), "decoupled"),
+    CellVariant("without_pool", (DECOUPLED, CHOICES, "pool.exchange=point_to_point")),
+    CellVariant("without_allocator", (DECOUPLED, CHOICES, "allocator.method=even")),
     CellVariant(
-        "without_scheduler",
-        (DECOUPLED, CHOICES, "scheduler.packing=sequential", "scheduler.dispatch=round_robin"),
-        "decoupled",
+        "without_scheduler", (DECOUPLED, CHOICES, "scheduler.packing=sequential", "scheduler.dispatch=round_robin")
     ),
 )
+TWO_KINDS = (
+    CellVariant("two_kinds", ("mode=auto",), kinds=2),
+    CellVariant("two_kinds_newer_alone", ("mode=auto",), kinds=2, newer_alone=True),
+)
+"""A quarter of the devices are older ones; the second leaves them idle, as all modes but the decoupled ones do."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +110,15 @@ def all_cells() -> list[Cell]:
         for scale in SCALES
         for ranks in RANKS
         for mix in MIXES
-        for variant in CELL_VARIANTS
+        for variant in (*CELL_VARIANTS, *(TWO_KINDS if mix == INFOVQA else ()))
     ]
 
 
-def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, time_scale: float) -> Record:
-    """Plan and train; rates are in the devices' time. Raises FlowTrainError if nothing of that mode fits."""
+def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, step_s: float) -> Record:
+    """Plan and train; rates are in the devices' time. Raises FlowTrainError if nothing of that mode fits.
+
+    step_s: wall time of a step, by which all waits are stretched or shortened, as the plan predicts it.
+    """
     base = emulated_run(
         write_model_file(cell, directory),
         directory / "data",
@@ -108,7 +126,7 @@ def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, time_scale
         (
             f"name={cell.label}",
             f"runs_dir={directory}",
-            f"emulated={{device: {device}, time_scale: {time_scale}, feature_share: 0.01}}",
+            f"emulated={{device: {device}, feature_share: 0.01}}",
             f"training={{global_batch_size: {BATCH}, max_steps: {steps}}}",
             "data.shuffle=none",
             "checkpoint.every_steps=100000",
@@ -118,19 +136,25 @@ def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, time_scale
         num_samples=BATCH * steps,
     )
     overrides = cell.variant.overrides
-    report = flowtrain.plan(base, overrides, devices=cell.ranks, device=device)
+    report = flowtrain.plan(base, overrides, device=cell.variant.devices(cell.ranks, device))
+    time_scale = step_s * report.rate / BATCH
     # The plan has the mode, and a network that joins nodes; emulated ones are all on this machine.
-    others = [*(each for each in overrides if not each.startswith("mode=")), "pool.network=none"]
+    others = [each for each in overrides if not each.startswith("mode=")]
+    others += ["pool.network=none", f"emulated.time_scale={time_scale}"]
     run_training(resolve(base, others, plan=report.plan), plan=report.plan)
     lines = list(read_metrics(directory / cell.label / "metrics.jsonl"))[WARM_UP : steps - ENDING]
-    seconds = sum(line["step_time_s"] for line in lines)
+    seconds, host_s = (sum(line[key] for line in lines) for key in ("step_time_s", "host_s"))
+    microbatches = sum(line["num_microbatches"] for line in lines) / report.plan.backbone.degrees.dp
     tokens_per_s = sum(line["num_tokens"] for line in lines) / seconds
     details = {
         "samples_per_s": sum(line["num_samples"] for line in lines) / seconds,
         "tokens_per_s_of_device": tokens_per_s / cell.ranks,
         "starved_share": sum(line["starved_s"] for line in lines) / seconds,
         "mfu": fmean(line["mfu"] or 0.0 for line in lines),
-        "host_share": sum(line["host_s"] or 0.0 for line in lines) / (seconds * time_scale),
+        "time_scale": time_scale,
+        "host_share": host_s / (seconds * time_scale),
+        "host_ms_of_microbatch": 1e3 * host_s / microbatches,
+        "microbatch_ms": 1e3 * seconds / microbatches,
         "predicted_samples_per_s": report.rate,
     }
     return Record(cell.model, cell.mix, cell.variant.name, 0, tokens_per_s, None, words_of(report.plan), details)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -24,7 +25,8 @@ LOSS_TOLERANCE = 1e-4
 OURS = (*(each.name for each in VARIANTS), "allocated", PLANNED.rstrip("_"), AUTO)
 """Names that ``--only`` takes, beside the peers'."""
 ATTEMPTS, SLOW = 3, 1.05
-"""If the probe of the machine's speed took so much longer than ever, a run is repeated, up to so many runs in all."""
+"""If the probe of the machine's speed took so much longer than in other runs of this setting since the benchmark was
+started, a run is repeated, up to so many runs in all: a round's runs are compared, and days differ."""
 BLIND = "llm_only"
 """It sees no images, so its losses are others."""
 
@@ -75,6 +77,7 @@ class Contest:
         self.predicted: Predicted | None = None
         self.stand_ins: dict[str, str] = {}
         self.failed: list[str] = []
+        self._fastest_s = math.inf
 
     def _has(self, name: str) -> bool:
         return self._only is None or name in self._only
@@ -185,7 +188,8 @@ class Contest:
             with SpeedProbe() as probe:
                 record = contestant.run(number)
             attempts.append(replace(record, details={**record.details, MACHINE_S: probe.seconds}))
-            if probe.seconds <= SLOW * min(self._store.machine_s(), default=probe.seconds):
+            self._fastest_s = min(self._fastest_s, probe.seconds)
+            if probe.seconds <= SLOW * self._fastest_s:
                 break
             say(f"{where}: the machine was slow ({1e3 * probe.seconds:.2f} ms a probe), so the run is repeated")
         return min(attempts, key=lambda each: each.details[MACHINE_S])

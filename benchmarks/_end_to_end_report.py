@@ -32,8 +32,9 @@ CONDITIONS = (
     "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Ray Data encodes "
     "ahead through all samples, so there the whole run counts, from the first encoded sample on. Other machines on the "
     "same host slow this one down for seconds or minutes. So a probe watches its speed, and runs while it was more "
-    "than 5 % slower than ever are repeated. *Starved* is the share of its time in which the backbone waits for data, "
-    "*copied* what processes copy out of the pool and into it, *peak memory* that of all actors together."
+    "than 5 % slower than in the setting's other runs are repeated. *Starved* is the share of its time in which the "
+    "backbone waits for data, *copied* what processes copy out of the pool and into it, *peak memory* that of all "
+    "actors together."
 )
 
 

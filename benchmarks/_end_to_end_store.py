@@ -79,10 +79,6 @@ class Store:
         """Whether a round's run was measured."""
         return any(each.name == name and each.round == number for each in self._of(setting))
 
-    def machine_s(self) -> list[float]:
-        """Probes of the machine's speed during all runs."""
-        return [each.details[MACHINE_S] for each in self._records if MACHINE_S in each.details]
-
     def trials(self, setting: Setting, name: str) -> dict[str, float]:
         """Tokens/s of a contestant's settings that were tried."""
         tried = (each for each in self._of(setting) if each.name == name and each.round is None)

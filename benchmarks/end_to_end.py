@@ -90,7 +90,7 @@ def options() -> argparse.Namespace:
     )
     emulated.add_argument("--device", default="h200", help="the device that is emulated")
     emulated.add_argument("--steps", type=int, default=8, help="of each cell")
-    emulated.add_argument("--time-scale", type=float, default=1.0, help="factor of all waits")
+    emulated.add_argument("--step-s", type=float, default=4.0, help="wall time of a step, to which waits are scaled")
     return parser.parse_args()
 
 

@@ -124,8 +124,10 @@ class _Microbatches:
     ) -> _Microbatches:
         degrees, place = candidate.backbone.degrees, candidate.encoder_layers or "first"
         times, loads = surrogate.times[columns.device_type], monolithic.rank_loads(request, degrees.pp, place)
-        images_s = times.images_s(monolithic.encoder_of(request.model)[0], degrees.tp, in_ranks=True)
-        encoder = packed.sums(images_s).reshape(-1)
+        name, _ = monolithic.encoder_of(request.model)
+        num_images = packed.sums(request.workload.images[name][0])
+        together = num_images.sum() / np.maximum(np.count_nonzero(num_images), 1)
+        encoder = packed.sums(times.images_s(name, degrees.tp, together=together)).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
         stages = loads.stage_s(encoder, *parts) + times.microbatch_s()
         held, mean = monolithic.held(request, columns, loads), stages.mean(axis=0)

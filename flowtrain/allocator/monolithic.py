@@ -108,10 +108,13 @@ def splits_encoder(request: Request, tp: int) -> bool:
 
 def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateColumns) -> FloatArray:
     """Return seconds of all images of a step on the fullest replica, ``[C]``, as ``Workload.fullest_tokens``."""
-    name, _ = encoder_of(request.model)
-    seconds, mean = np.empty(len(columns)), request.workload.global_batch_size / columns.dp
-    for tp in np.unique(columns.tp).tolist():
-        at, each = columns.tp == tp, surrogate.times[columns.device_type].images_s(name, tp, in_ranks=True)
+    (name, _), workload = encoder_of(request.model), request.workload
+    seconds, mean = np.empty(len(columns)), workload.global_batch_size / columns.dp
+    num_images = mean * float(workload.images[name][0].mean())
+    together = np.maximum(np.rint(num_images / workload.num_microbatches(columns.dp)), 1.0)  # whole, so few differ
+    for tp, batch in np.unique(np.stack([columns.tp, together]), axis=1).T:
+        at = (columns.tp == tp) & (together == batch)
+        each = surrogate.times[columns.device_type].images_s(name, int(tp), together=batch)
         more = np.ceil(mean[at] - 1e-9) - mean[at]
         seconds[at] = mean[at] * float(each.mean()) + more * float(each.min())
     return seconds

@@ -78,18 +78,20 @@ class DeviceTimes:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
         return self.of_any_data.slowdown(encoder) or ASSUMED_INTERFERENCE
 
-    def images_s(self, encoder: str, patches: Sequence[int], tp: int, *, in_ranks: bool = False) -> float:
-        """Return seconds of an encoder's group for images with these numbers of patches; with a backward if trained.
+    def images_s(self, encoder: str, patches: Sequence[int], tp: int) -> float:
+        """Return seconds of an encoder actor's group for images with these numbers of patches."""
+        return float(self.each_image_s(encoder, np.array(patches, dtype=np.int64), tp).sum())
 
-        in_ranks: as in ``ModuleTimes``.
+    def each_image_s(
+        self, encoder: str, patches: IntArray, tp: int, *, together: FloatArray | float | None = None
+    ) -> FloatArray:
+        """Return seconds of an encoder's group for each image, ``[I]``; with a backward if trained.
+
+        patches: of each image. together: as in ``ModuleTimes``, ``[I]``.
         """
-        return float(self.each_image_s(encoder, np.array(patches, dtype=np.int64), tp, in_ranks=in_ranks).sum())
-
-    def each_image_s(self, encoder: str, patches: IntArray, tp: int, *, in_ranks: bool = False) -> FloatArray:
-        """Return seconds of an encoder's group for each image, ``[I]``; patches: of each. Otherwise as ``images_s``."""
         if not len(patches):
             return np.zeros(0)
-        return self._of_images(encoder, patches).images_s(encoder, tp, in_ranks=in_ranks)
+        return self._of_images(encoder, patches).images_s(encoder, tp, together=together)
 
     def each_forward_s(self, encoder: str, patches: IntArray, tp: int) -> FloatArray:
         """As ``each_image_s``, of the device alone: an accelerator's host decodes images at the same time."""
@@ -192,7 +194,8 @@ class ActionTimes:
         tp = self.degrees.tp
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]
-            images = self.times.each_image_s(stage.encoder, works.patches, tp, in_ranks=True)
+            together = np.repeat(works.num_images, works.num_images).astype(np.float64)
+            images = self.times.each_image_s(stage.encoder, works.patches, tp, together=together)
             return works.of_images(images) * stage.num_layers / spec.num_layers, np.zeros(len(works))
         times = self.times.of_any_data
         seconds = times.microbatches_s(works, tp)

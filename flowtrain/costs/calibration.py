@@ -114,10 +114,10 @@ class CalibratedTimes:
         found, by = self._base.microbatches_s(works, tp), self._by.backbone
         return MicrobatchSeconds(by * found.layer, by * found.head, by * found.connector)
 
-    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
+    def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``."""
-        if in_ranks:
-            return self._by.encoder(encoder) * self._base.images_s(encoder, tp, in_ranks=True)
+        if together is not None:
+            return self._by.encoder(encoder) * self._base.images_s(encoder, tp, together=together)
         return np.maximum(*self.encode_stages_s(encoder, tp))
 
     def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:

@@ -31,10 +31,11 @@ class ModuleTimes(Protocol):
         """Return seconds of single microbatches' own work, where the methods above take the data's mix."""
         ...
 
-    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
+    def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """Return seconds of an encoder's group for each representative sample's images, ``[S]``; 0 without images.
 
-        in_ranks: the backbone's ranks hold the encoder, so no batches are leased and no features go elsewhere.
+        together: the backbone's ranks hold the encoder and forward so many images at once, ``[S]`` or one number: those
+        of a microbatch. No batches are leased and no features go elsewhere. None: an encoder actor's batches.
         """
         ...
 

@@ -117,29 +117,33 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
 
-    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
-        """As ``ModuleTimes``; images are in batches as large as ``max_batch_patches`` allows."""
-        decoding, forward = self._stages_s(encoder, tp, in_ranks)
+    def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
+        """As ``ModuleTimes``; an actor's batches are as large as ``max_batch_patches`` allows."""
+        decoding, forward = self._stages_s(encoder, tp, together)
         return np.maximum(decoding, forward)
 
     def encode_stages_s(self, encoder: str, tp: int) -> tuple[FloatArray, FloatArray]:
         """As ``ModuleTimes``."""
-        return self._stages_s(encoder, tp, in_ranks=False)
+        return self._stages_s(encoder, tp, None)
 
-    def _stages_s(self, encoder: str, tp: int, in_ranks: bool) -> tuple[FloatArray, FloatArray]:
+    def _stages_s(self, encoder: str, tp: int, together: FloatArray | float | None) -> tuple[FloatArray, FloatArray]:
         """Seconds of decode threads and of the device for each sample's images; both ``[S]``."""
         tables, costs = self._profile.encoders[encoder], self._profile.images[encoder]
         measured, patches = _nearest(tables, tp), self._patches(encoder)
         every = self._workload.images[encoder][0]
         at = every > 0
-        num_images, batch = every[at], np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
+        num_images = every[at]
+        if together is None:
+            batch = np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
+        else:
+            batch = np.broadcast_to(together, every.shape)[at]
         of_measured, of_tp = (self._communication.images_s(encoder, degree)[at] for degree in (measured, tp))
         computing = num_images * tables[measured].image_s(patches, batch) - of_measured
         passes, reductions = encoder_passes(
             self._communication.setup, self._workload.freeze
         )  # a profile has the forward
         device = passes * np.maximum(computing, 0.0) * measured / tp + reductions * of_tp
-        if not in_ranks:
+        if together is None:
             device = device + num_images / batch * costs.batch_s
         decoding = num_images * costs.decode_s
         beside, forward = np.zeros(len(every)), np.zeros(len(every))

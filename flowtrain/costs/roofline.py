@@ -91,11 +91,14 @@ class Roofline:
             self._connectors_s(works.vision_tokens, tp),
         )
 
-    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
-        """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""
-        key = encoder, tp, in_ranks
+    def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
+        """As ``ModuleTimes``; sending the features out of the node overlaps with the computation.
+
+        Batches of any size are as efficient.
+        """
+        key = encoder, tp, together is not None
         if key not in self._images_s:
-            self._images_s[key] = self._computed_images_s(encoder, tp, in_ranks)
+            self._images_s[key] = self._computed_images_s(*key)
         return self._images_s[key]
 
     def _computed_images_s(self, encoder: str, tp: int, in_ranks: bool) -> FloatArray:

@@ -136,7 +136,8 @@ def test_a_frozen_encoders_stage_has_no_backward_in_its_time() -> None:
     times, work = _times(1, 1, "full", "step"), MicrobatchWork((2048,), 1024, 10, (1024,))
     layers = MODEL.encoders["vision"].num_layers
     stage = StageWork(layers, is_first=True, is_last=True, has_backward=False, encoder="vision")
-    assert times.forward_s(stage, work) == pytest.approx(times.times.images_s("vision", [1024], 1, in_ranks=True))
+    images = times.times.each_image_s("vision", np.array([1024]), 1, together=1.0)
+    assert times.forward_s(stage, work) == pytest.approx(float(images.sum()))
     assert times.reduce_s(stage, 0.0, is_last=True) == 0.0
 
 

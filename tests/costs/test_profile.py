@@ -138,9 +138,17 @@ def test_samples_go_in_batches_of_the_configured_size() -> None:
 def test_ranks_that_hold_the_encoder_lease_no_batches() -> None:
     """Four images of 512 patches are a batch of 2,048 patches; samples with images have two."""
     leasing = replace(PROFILE, images={"vision": ImageCosts(decode_s=0.001, batch_s=0.1)})
-    actors, ranks = (times(leasing, 2048).images_s("vision", 1, in_ranks=each) for each in (False, True))
+    actors, ranks = (times(leasing, 2048).images_s("vision", 1, together=each) for each in (None, 4.0))
     assert ranks.tolist() == pytest.approx(times(patches=2048).images_s("vision", 1).tolist())
     assert (actors - ranks).tolist() == pytest.approx([0.1 / 2, 0.0])
+
+
+def test_ranks_forward_the_images_of_a_microbatch_at_once() -> None:
+    """However large an actor's batch may be: one image alone takes more than a quarter of four."""
+    asked = times(patches=2048)
+    alone, four, each = (asked.images_s("vision", 1, together=n) for n in (1.0, 4.0, np.array([1.0, 4.0])))
+    assert alone[0] == pytest.approx(2 * (0.01 + 0.02 / 3)) and four[0] == pytest.approx(2 * (0.005 + 0.015 / 3))
+    assert each.tolist() == [alone[0], four[1]]
 
 
 def test_a_trained_encoder_recomputes_as_the_backbone_does() -> None:

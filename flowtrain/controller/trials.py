@@ -31,7 +31,7 @@ MOST_TRIALS, MOST_FAILURES = 8, 3
 WORTH = 0.8
 """Plans with less than this share of the best rate are not tried."""
 CLOSE, ROUNDS = 0.9, 3
-"""Plans with at least this share of the best measured rate run so often, in turn."""
+"""Plans with at least this share of the best measured rate run so often; so do those whose two runs differ by more."""
 NUM_STEPS = 16
 """Measured steps of a run."""
 _OVERRIDES = (
@@ -55,10 +55,10 @@ def run_trials(
     """Return the profile with trials of the best plans of the configured mode, or of all modes with ``mode: auto``.
 
     They run on the cluster. Next is the fastest of the modes' best plans that was not tried; each trial corrects the
-    rates of plans like it. Once every best plan with 80 % of the best rate was tried, or after eight, those that are
-    close to the fastest run twice more, in turn. Their new rates may bring up another plan, which is tried too. A plan
-    that fails is left out; if none runs, the first error is raised, at the latest after three failures. num_devices:
-    at most so many; None: all of the cluster.
+    rates of plans like it. Once every best plan with 80 % of the best rate was tried, or after eight, the fastest plan
+    of each mode runs again, in turn, and a third time if it is close to the fastest or its two runs differ. Their new
+    rates may bring up another plan, which is tried too. A plan that fails is left out; if none runs, the first error is
+    raised, at the latest after three failures. num_devices: at most so many; None: all of the cluster.
     """
     config = with_kept_choices(config, ())
     planned = planned_run(config)
@@ -103,15 +103,26 @@ class _Tries:
 
     @property
     def undecided(self) -> int | None:
-        """The trial with the fewest rounds of those that are, or were, close to the best; None if all have theirs.
+        """The trial with the fewest rounds of those that need another one; None if all have theirs.
 
-        One bad round of two must not take a plan's third one.
+        The fastest of each mode runs twice, since one run may have met a disturbance. A plan runs a third time if those
+        two differ, or if the better one is close to the best of all: a bad one must not take its third.
         """
-        best = max(trial.measured for trial in self.trials)
-        close = {index for index, trial in enumerate(self.trials) if trial.measured >= CLOSE * best > 0}
-        were = {index for index, trial in enumerate(self.trials) if len(trial.rates) > 1 and trial.measured > 0}
-        wanted = (close if len(close) > 1 else set()) | were
-        return min((index for index in sorted(wanted) if self.rounds(index) < ROUNDS), key=self.rounds, default=None)
+        if len(self.trials) == 1:
+            return None
+        ran = [index for index, trial in enumerate(self.trials) if trial.measured > 0]
+        fastest = sorted(ran, key=lambda index: self.trials[index].measured)
+        of_modes = {self.trials[index].plan.mode: index for index in fastest}.values()
+        best = max((self.trials[index].measured for index in ran), default=0.0)
+        close = {index for index in ran if max(self.trials[index].rates) >= CLOSE * best}
+        wanted = {index: ROUNDS if index in close or self._differs(index) else 2 for index in {*of_modes, *close}}
+        missing = [index for index in sorted(wanted) if self.rounds(index) < wanted[index]]
+        return min(missing, key=self.rounds, default=None)
+
+    def _differs(self, index: int) -> bool:
+        """Whether the runs of a trial differ by more than those of close plans may."""
+        ran = [rate for rate in self.trials[index].rates if rate]
+        return min(ran) < CLOSE * max(ran)
 
     def rounds(self, index: int) -> int:
         """How often a trial ran."""

@@ -66,7 +66,7 @@ def test_only_what_is_close_runs_again(config: RunConfig, monkeypatch: pytest.Mo
     order, found, report = tried(config, lambda plan: rates[plan.mode], monkeypatch)
     counts = {trial.plan.mode: len(trial.rates) for trial in found}
     assert counts["decoupled"] == counts["colocated"] == trials.ROUNDS
-    assert all(count == 1 for mode, count in counts.items() if rates[mode] < 90.0)
+    assert all(count == 2 for mode, count in counts.items() if rates[mode] < 90.0), "one run may meet a disturbance"
     assert report.winner.mode == "decoupled" and len(order) == sum(len(trial.rates) for trial in found)
 
 
@@ -83,6 +83,23 @@ def test_one_bad_round_takes_no_plan_its_third(config: RunConfig, monkeypatch: p
     _, found, _ = tried(config, rate, monkeypatch)
     first = next(trial for trial in found if trial.plan.mode == "decoupled")
     assert first.rates == (100.0, 60.0, 98.0) and first.measured == 98.0
+
+
+def test_a_plan_whose_runs_differ_gets_a_third(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even far below the best: its rate is what the table of modes shows."""
+    runs: list[str] = []
+    rates = {"decoupled": (100.0,), "colocated": (60.0, 80.0, 78.0), "monolithic": (60.0, 62.0)}
+
+    def rate(plan: Plan) -> float:
+        runs.append(repr(plan))
+        given = rates.get(plan.mode, (50.0,))
+        return given[min(runs.count(repr(plan)), len(given)) - 1]
+
+    _, found, _ = tried(config, rate, monkeypatch)
+    assert {(trial.plan.mode, trial.rates) for trial in found} >= {
+        ("colocated", (60.0, 80.0, 78.0)),
+        ("monolithic", (60.0, 62.0)),
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -61,13 +61,18 @@ def code_version(*further: str) -> str:
 
 
 class Store:
-    """Records of one version. Lines of others stay in the file and do not count."""
+    """Records of one version. Lines of others stay in the file and do not count.
+
+    Trials of outside peers do, if all but FlowTrain's code was the same: peers run none of it.
+    """
 
     def __init__(self, path: Path, version: str) -> None:
         self._path, self.version = path, version
         lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines]
-        self._records = [Record(**each["record"]) for each in found if each["version"] == version]
+        found = [(each["version"], Record(**each["record"])) for each in map(json.loads, lines)]
+        further = version.partition(" ")[2]
+        trials = (record for at, record in found if at.partition(" ")[2] == further and record.round is None)
+        self._records = [*trials, *(record for at, record in found if at == version and record.round is not None)]
 
     def add(self, record: Record) -> None:
         """Keep a record."""

@@ -32,15 +32,17 @@ def values_of(records: list[Record], predicted: Predicted | None = None, stand_i
 
 def test_a_store_goes_on_with_its_own_version_alone(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    Store(path, "old").add(record("decoupled", 1.0))
-    store = Store(path, "new")
+    Store(path, "old drawn").add(record("decoupled", 1.0))
+    store = Store(path, "new drawn")
     store.add(record("colocated", 2.0, number=1))
     store.add(record("trl_sft", 3.0, number=None))
-    again = Store(path, "new")
+    again = Store(path, "new drawn")
     assert not again.has(HERE, "decoupled", 0) and not again.has(HERE, "colocated", 0)
     assert again.has(HERE, "colocated", 1) and not again.has(Setting("tiny", "other"), "colocated", 1)
     assert again.trials(HERE, "trl_sft") == {"": 3.0}
     assert list(again.rounds(HERE)) == ["colocated"], "a trial is no round"
+    assert Store(path, "newer drawn").trials(HERE, "trl_sft") == {"": 3.0}, "peers run none of FlowTrain's code"
+    assert not Store(path, "newer drawn").rounds(HERE) and not Store(path, "new traces").trials(HERE, "trl_sft")
 
 
 def test_auto_is_compared_with_the_best_mode_round_by_round() -> None:

@@ -125,7 +125,7 @@ class Profiler:
             feed.close()
 
     def replica_steps(self, mixes: Sequence[Mix], sharding: Sharded) -> ReplicaSteps:
-        """Measure steps of full microbatches, with parameters shared over the group's replicas; collective.
+        """Measure steps of short microbatches, with parameters shared over the group's replicas; collective.
 
         In processor seconds of the process, whose other threads send and receive: waiting costs a core nothing.
         """

@@ -59,14 +59,24 @@ class TracedStep:
         return total / self.scale
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedPass:
+    """A rank's pass with collectives, in seconds; the other predicted ones are those of its computing."""
+
+    start_s: float
+    measured_s: float
+    computing_s: float
+    collectives_s: float
+
+
 @dataclass(slots=True)
 class Pairs:
     """Measured and predicted seconds by what they are of, from any number of steps and runs."""
 
     measured: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
     predicted: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
-    joined: list[tuple[float, float, float]] = field(default_factory=list)
-    """Passes with collectives: measured seconds, predicted ones of computing, and of collectives."""
+    joined: list[tuple[JoinedPass, ...]] = field(default_factory=list)
+    """Passes of the ranks that meet in their collectives."""
     host_s: list[float] = field(default_factory=list)
     """Of each step: seconds that are neither its ranks' work nor waits for data."""
 
@@ -82,7 +92,10 @@ class Pairs:
         shared = factors.get(SHARED, 1.0)
         backbone, collectives = factors.get(BACKBONE, shared), shared
         if len(self.joined) >= FEWEST:
-            took, computing, joined = zip(*self.joined, strict=True)
+            # The rank that comes last waits for no other; the others' waits are none of the collectives' time.
+            last = [max(ranks, key=lambda each: each.start_s + backbone * each.computing_s) for ranks in self.joined]
+            took = [each.measured_s for each in last]
+            computing, joined = [each.computing_s for each in last], [each.collectives_s for each in last]
             if BACKBONE in factors:
                 collectives = robust_remainder(took, [backbone * each for each in computing], joined)
             else:  # every pass has collectives, so both get one factor
@@ -144,20 +157,22 @@ class Fit:
             return False
         shared: defaultdict[str, _Shared] = defaultdict(_Shared)
         replicas: defaultdict[int, list[Span]] = defaultdict(list)
+        meetings: _Meetings = defaultdict(list)
         for actor, spans in by_actor.items():
             if self._modules[actor] == BACKBONE:
                 main = [span for span in spans if span.name != DECODE]
                 dp_rank, _, tp_rank = _coordinates(actor)
                 if tp_rank == 0:
                     replicas[dp_rank] += main
-                self._add_rank(step, main, pairs, shared[self._places[actor]])
+                self._add_rank(step, main, pairs, shared[self._places[actor]], meetings)
             else:
                 self._add_encoder(step, actor, spans, pairs, shared[self._places[actor]])
         if self._with_encoders and self._degrees.pp == 1:  # a rank also waits while its device encodes
             for place, each in shared.items():
                 replicas[self._replicas[place]] += each.spans
+        pairs.joined += map(tuple, meetings.values())
         if self._shares:
-            for each in shared.values():
+            for each in self._of_the_last(shared):
                 pairs.add(SHARED, step.seconds_of(each.spans), each.predicted_s)
         busy = [self._busy_s(step, spans) for spans in replicas.values()]
         known = [each for each in busy if each is not None]
@@ -209,9 +224,24 @@ class Fit:
         _, transfers = self._simulator.durations(program, self._columns(sizes[0].astype(np.float64), sizes[1]))
         return Timeline(program, seconds, transfers, buffered=self._on_cpu).makespan_s + max(updates)
 
+    def _of_the_last(self, shared: Mapping[str, _Shared]) -> Iterable[_Shared]:
+        """Of devices whose replicas meet in a step, that with the most to do: the others' spans have waits for it."""
+        found: dict[object, _Shared] = {}
+        for place, each in shared.items():
+            if place in self._replicas:
+                _, *others = self._degrees.coordinates(int(place))
+            else:
+                _, *others = _coordinates(place)
+            key = tuple(others)
+            if key not in found or each.predicted_s > found[key].predicted_s:
+                found[key] = each
+        return found.values()
+
     # --- ranks ------------------------------------------------------------------------------------------------------
 
-    def _add_rank(self, step: TracedStep, spans: Sequence[Span], pairs: Pairs, shared: _Shared) -> None:
+    def _add_rank(
+        self, step: TracedStep, spans: Sequence[Span], pairs: Pairs, shared: _Shared, meetings: _Meetings
+    ) -> None:
         passes: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
         for span in spans:
             if span.name == UPDATE:
@@ -226,12 +256,16 @@ class Fit:
             if self._shares:
                 shared.add(found, self._slowdown * float((computing + collectives).sum()))
                 continue
-            for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
+            for place, (span, alone, joined) in enumerate(
+                zip(found, computing.tolist(), collectives.tolist(), strict=True)
+            ):
                 measured = step.seconds_of([span])
                 if stage.module is StageModule.ENCODER:
                     pairs.add(self._encoder, measured, alone + joined)
                 elif joined > 0.0:
-                    pairs.joined.append((measured, alone, joined))
+                    start_s = span.start_s / step.scale
+                    key = (*_coordinates(span.actor)[1:], number, place)
+                    meetings[key].append(JoinedPass(start_s, measured, alone, joined))
                 else:
                     pairs.add(BACKBONE, measured, alone)
 
@@ -308,6 +342,10 @@ def _coordinates(actor: str) -> tuple[int, int, int]:
     found = _COORDINATES.match(actor)
     assert found is not None, actor
     return int(found[1]), int(found[2]), int(found[3])
+
+
+_Meetings = defaultdict[tuple[int, ...], list[JoinedPass]]
+"""Passes with collectives by pipeline and tensor parallel rank, stage, and place among the stage's passes."""
 
 
 @dataclass(slots=True)

@@ -196,7 +196,7 @@ class _Measured:
                 times = profilers.measured([actor.backbone.remote(self._mixes) for actor in actors])
                 self._backbones[1] = mean_backbone(times)
                 if self._on_cpu and count > 1:
-                    steps = [actor.replica_steps.remote(self._longest, "full") for actor in actors]
+                    steps = [actor.replica_steps.remote(self._shortest, "full") for actor in actors]
                     self._alone = mean_steps(profilers.measured(steps))
 
     def together(self, count: int, refs: Mapping[str, Sequence[SampleRef]]) -> None:
@@ -205,7 +205,7 @@ class _Measured:
             self._interference = measure_interference(self._profilers, self._longest[0], refs)
         if count > 1:
             with self._clock("replicas"):
-                link, self._replicas = measure_replicas(self._profilers, self._longest)
+                link, self._replicas = measure_replicas(self._profilers, self._shortest)
                 self._devices = [replace(each, link=link) for each in self._devices]
 
     def group(self, tp: int) -> None:
@@ -258,6 +258,10 @@ class _Measured:
     @property
     def _longest(self) -> tuple[Mix, ...]:
         return tuple(by_length[-1] for by_length in self._mixes)
+
+    @property
+    def _shortest(self) -> tuple[Mix, ...]:
+        return tuple(by_length[0] for by_length in self._mixes)
 
     @property
     def _call_s(self) -> float:

@@ -31,8 +31,8 @@ from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, Unit
 from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
-FEW_STEPS = 3
-"""Measured steps where one length alone is measured."""
+FEW_STEPS, SHORT_STEPS = 3, 20
+"""Measured steps where one length alone is measured, and where that is the shortest."""
 STRATEGIES = {
     "none": MemoryKind.KEEP,
     "selective": MemoryKind.SELECTIVE,
@@ -108,7 +108,8 @@ class BackboneProfiler:
         # The parts must add up to the measured whole, also if noise would make the head's time negative.
         layers = np.minimum(layers, (deep - connectors) / depth)
         heads = deep - depth * layers - connectors
-        step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
+        short = self.replica_steps([by_length[0] for by_length in mixes])
+        step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
@@ -187,11 +188,14 @@ class BackboneProfiler:
         return runtime.kept_nbytes
 
     def replica_steps(self, mixes: Sequence[Sequence[PlannedSample]]) -> ReplicaSteps:
-        """Return the medians over steps of one full microbatch each; ``mixes`` in turn; collective."""
+        """Return the medians over steps of one microbatch each; ``mixes`` in turn; collective.
+
+        The shorter the microbatches, the less does their noise hide what is beside them.
+        """
         batches = [self._batch(mix) for mix in mixes]
         depths = (1, len(self._layers))
         found: dict[int, list[_Step]] = {depth: [] for depth in depths}
-        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+        for number in range(WARMUP_STEPS + SHORT_STEPS):
             for depth in depths:
                 step = self._step(depth, [batches[number % len(mixes)]])
                 if number >= WARMUP_STEPS:
@@ -234,11 +238,6 @@ class BackboneProfiler:
             actions = tuple(each if each.memory is None else replace(each, memory=memory) for each in actions)
         execute(actions, runtime, batches.__getitem__)
         self._trainer.finish_unit()
-
-    def _step_costs(self, steps: dict[str, list[_Step]]) -> tuple[float, float]:
-        """Seconds per step and per parameter from the two depths."""
-        seconds = [statistics.median(each.beside_s for each in steps[kind]) for kind in ("one", "deep")]
-        return line_through((self._num_parameters(1), self._num_parameters(len(self._layers))), seconds)
 
     def _num_parameters(self, num_layers: int) -> int:
         """Trainable parameters of this rank with ``num_layers`` layers."""

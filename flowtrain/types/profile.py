@@ -88,7 +88,7 @@ class ReplicaSteps:
     num_parameters: tuple[int, int]
     """Trainable parameters of the model in use, before ranks share them."""
     microbatch_s: tuple[float, float]
-    """A full microbatch in the middle of a step."""
+    """A short microbatch in the middle of a step."""
     beside_s: tuple[float, float]
     """A step, in addition to its microbatches."""
 

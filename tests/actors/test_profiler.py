@@ -230,7 +230,7 @@ def test_work_is_repeated_until_the_end_and_its_last_piece_does_not_count(
 
 def test_replicas_run_the_same_steps_as_one_rank(profiler: Profiler, config: RunConfig) -> None:
     mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
-    steps = profiler.replica_steps([by_length[-1] for by_length in mixes], "gradients")
+    steps = profiler.replica_steps([by_length[0] for by_length in mixes], "gradients")
     few, many = steps.num_parameters
     assert 0 < few < many and all(seconds > 0 for seconds in steps.microbatch_s)
 

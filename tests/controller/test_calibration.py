@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.calibration import CalibrationReport, calibrate_runs
-from flowtrain.controller.calibration_fit import Pairs
+from flowtrain.controller.calibration_fit import JoinedPass, Pairs
 from flowtrain.costs.calibration import Calibration
 from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
@@ -47,6 +48,7 @@ def write_run(
     stall: bool = False,
     actors: Sequence[str] = ("backbone-dp0-pp0-tp0",),
     joined_s: float = 0.0,
+    late_s: float = 0.0,
     beside_s: float = 0.0,
     encode_at_s: float = 0.0,
     evaluated: int | None = None,
@@ -55,7 +57,8 @@ def write_run(
     """Write what a run leaves. The devices' time is half of this machine's.
 
     longer: factor of all its spans. actors: of the backbone; each has the stage of its pipeline rank. joined_s: more
-    of a step's first forward and last backward. beside_s: more of a step than its spans. encode_at_s: of an encoder's
+    of a step's first forward and last backward. late_s: the last actor begins so much later, and the others' last
+    backward waits for it. beside_s: more of a step than its spans. encode_at_s: of an encoder's
     span, since the step began. evaluated: a step that an evaluation comes before. first_traced: of the steps.
     """
     root = run_dir(config).root
@@ -68,11 +71,12 @@ def write_run(
         lines.append({"timestamp": begin + 2 * STEP_S, **line})
         tokens = 60 + 10 * (step % 3)
         for actor in actors:
-            at, stage = begin + 0.1, int(actor.partition("-pp")[2][0])
+            at, stage = begin + 0.1 + late_s * (actor == actors[-1]), int(actor.partition("-pp")[2][0])
             for number in range(MICROBATCHES):
                 for name, seconds in (("forward", 0.1), ("backward", 0.2)):
                     took = longer * seconds * (20 if stall and step == 5 and number == 1 else 1)
                     took += joined_s * ((name, number) in (("forward", 0), ("backward", MICROBATCHES - 1)))
+                    took += late_s * ((name, number) == ("backward", MICROBATCHES - 1) and actor != actors[-1])
                     args: dict[str, int | float | str] = {
                         "microbatch": number,
                         "module": "backbone",
@@ -148,6 +152,8 @@ def test_collectives_have_a_factor_of_their_own(config: RunConfig) -> None:
         return calibrate_runs([write_run(two, actors=actors, joined_s=joined_s)]).calibration
 
     little, much = fitted(0.5), fitted(1.0)
+    late = calibrate_runs([write_run(two, actors=actors, joined_s=0.5, late_s=0.3)]).calibration
+    assert late.collectives == pytest.approx(little.collectives), "waits for the last rank are not theirs"
     assert little.backbone == much.backbone, "passes in the middle of a step have no collectives"
     assert much.collectives == pytest.approx(2.0 * little.collectives, rel=0.05)
 
@@ -184,7 +190,9 @@ def test_a_profile_of_something_else_is_refused(config: RunConfig, tmp_path: Pat
 
 
 def test_where_every_pass_has_collectives_both_get_one_factor() -> None:
-    pairs = Pairs(joined=[(3.0 * (number + 1), number, 1.0) for number in range(9)])
+    passes = [JoinedPass(0.0, 3.0 * (number + 1), number, 1.0) for number in range(9)]
+    waiting = [replace(each, computing_s=each.computing_s - 0.5) for each in passes]
+    pairs = Pairs(joined=list(zip(waiting, passes, strict=True)))
     found = pairs.calibration("run", ["vision"])
     assert found.backbone == found.collectives == pytest.approx(3.0) and found.encoder("vision") == 1.0
     pairs.joined.pop(), pairs.joined.pop()

@@ -137,7 +137,9 @@ def rank_nbytes(
         "activations": np.asarray(activations),
         "working": working + head,
         "loss": np.where(ranks.has_last, loss_nbytes(spec, setup, microbatch), 0),
-        "reduced": reduction_nbytes(dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each),
+        "reduced": reduction_nbytes(
+            dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each, _last_gradient(spec, ranks, table)
+        ),
         "remaining": np.where(accumulates & reduces_each, in_flight + np.where(shards_parameters, 0, gathered), 0),
         "tables": np.where(ranks.has_first & trains_embedding(spec), table + head, 0),
         "in_flight": in_flight,
@@ -165,17 +167,30 @@ def _ended_nbytes(
 
 
 def reduction_nbytes(
-    dtype_nbytes: int, num_parameters: IntArray, num_shards: IntArray, sums_whole: BoolArray, adds: BoolArray
+    dtype_nbytes: int,
+    num_parameters: IntArray,
+    num_shards: IntArray,
+    sums_whole: BoolArray,
+    adds: BoolArray,
+    last_gradient: IntArray | int = 0,
 ) -> IntArray:
     """Return the buffer that the ranks reduce and, beside it, one unit's gradient before and its shard after.
 
     sums_whole: whole float32 gradients wait for the reduction. adds: a shard has the sum of earlier microbatches;
     otherwise the result becomes the shard, which counts among the gradients and does not yet exist before.
+    last_gradient: bytes of the gradient that autograd computed last, which it holds until the reduction is over.
     """
     gradient = np.where(sums_whole, FLOAT32_NBYTES, dtype_nbytes) * num_parameters
     result = FLOAT32_NBYTES * -(-num_parameters // num_shards)
-    beside = np.where(adds, np.maximum(gradient, result), np.maximum(gradient - result, 0))
+    held = np.where(sums_whole, 0, last_gradient)
+    beside = np.where(adds, np.maximum(gradient, held + result), np.maximum(gradient - result, held))
     return FLOAT32_NBYTES * num_parameters + beside
+
+
+def _last_gradient(spec: TransformerSpec, ranks: RankColumns, table: int) -> IntArray:
+    """Bytes of the embedding's own gradient; with a tied head on the rank, both are in one sum."""
+    is_sum = ranks.has_last if spec.tied_embeddings else np.zeros_like(ranks.has_last)
+    return np.where(ranks.has_first & ~is_sum & trains_embedding(spec), table, 0)
 
 
 def layer_parameters(spec: TransformerSpec, tp: int) -> int:
@@ -272,8 +287,9 @@ def sums_whole(setup: TrainingSetup) -> bool:
 def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
     """Return the most that the fused loss holds at once, either with a chunk's probabilities or the head's gradient.
 
-    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32; a CPU without
-    tensor parallelism computes few of them at once. With several chunks, the head's gradient is summed in float32.
+    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32. A CPU has the
+    logits in float32 beside them; without tensor parallelism it computes few at once. With several chunks, the head's
+    gradient is summed in float32.
     """
     dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
     num_rows = max(1, microbatch.num_target_tokens)
@@ -281,7 +297,10 @@ def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: Microba
     head = vocabulary * spec.hidden_size if trains_head(spec) else 0
     rows = 2 * dtype * num_rows * spec.hidden_size  # rows with a target, and their gradient
     summed = FLOAT32_NBYTES * head if num_rows > setup.loss_chunk_tokens else 0
-    at_once = num_logits if setup.probabilities_at_once is None or setup.tp > 1 else setup.probabilities_at_once
-    computing = dtype * num_logits + FLOAT32_NBYTES * min(num_logits, at_once) + summed
+    at_once, copies = num_logits, 1
+    if setup.probabilities_at_once is not None:
+        at_once = num_logits if setup.tp > 1 else min(num_logits, setup.probabilities_at_once)
+        copies = 1 if dtype == FLOAT32_NBYTES else 2
+    computing = dtype * num_logits + copies * FLOAT32_NBYTES * at_once + summed
     adding = dtype * (num_logits + head) + summed
     return rows + max(computing, adding)

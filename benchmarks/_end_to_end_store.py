@@ -63,16 +63,19 @@ def code_version(*further: str) -> str:
 class Store:
     """Records of one version. Lines of others stay in the file and do not count.
 
-    Trials of outside peers do, if all but FlowTrain's code was the same: peers run none of it.
+    Trials of outside peers do, if all but FlowTrain's code was the same: they run none of it but the conversation's
+    encoding, which decides the samples and not the speed.
     """
 
     def __init__(self, path: Path, version: str) -> None:
         self._path, self.version = path, version
         lines = path.read_text().splitlines() if path.exists() else []
-        found = [(each["version"], Record(**each["record"])) for each in map(json.loads, lines)]
+        found = [json.loads(line) for line in lines]
         further = version.partition(" ")[2]
-        trials = (record for at, record in found if at.partition(" ")[2] == further and record.round is None)
-        self._records = [*trials, *(record for at, record in found if at == version and record.round is not None)]
+        alike = [each for each in found if each["version"].partition(" ")[2] == further]
+        trials = [each for each in alike if each["record"]["round"] is None]
+        rounds = [each for each in alike if each["version"] == version and each["record"]["round"] is not None]
+        self._records = [Record(**each["record"]) for each in (*trials, *rounds)]
 
     def add(self, record: Record) -> None:
         """Keep a record."""

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from _pipeweaver_report import Cell, Grid, Scale, Table1, report
 from _pipeweaver_steps import (
     ENCODER,
@@ -55,7 +56,8 @@ def layers_ratio(patches: int) -> float:
     """Time of an encoder layer for 8 images over that of a decoder layer for 8,192 tokens, forward, in VLM-M."""
     model = with_patches(model_file("pipeweaver_vlm_m"), patches).model
     times = Pipeline(model, Degrees()).simulator.times.times
-    encoder = times.images_s(ENCODER, [patches] * 8, 1, in_ranks=True) / model.encoders[ENCODER].num_layers
+    images = times.each_image_s(ENCODER, np.full(8, patches), 1, together=8.0)
+    encoder = float(images.sum()) / model.encoders[ENCODER].num_layers
     sequence = MicrobatchColumns.of([MicrobatchWork((8192,), 0, 0)])
     return encoder / float(times.of_any_data.microbatches_s(sequence, 1).layer[0])
 

@@ -110,8 +110,10 @@ def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateC
     """Return seconds of all images of a step on the fullest replica, ``[C]``, as ``Workload.fullest_tokens``."""
     (name, _), workload = encoder_of(request.model), request.workload
     seconds, mean = np.empty(len(columns)), workload.global_batch_size / columns.dp
-    num_images = mean * float(workload.images[name][0].mean())
-    together = np.maximum(np.rint(num_images / workload.num_microbatches(columns.dp)), 1.0)  # whole, so few differ
+    images = workload.images[name][0]
+    of_sample = float(images[images > 0].mean()) if images.any() else 1.0  # at least, where there are any
+    of_microbatch = mean * float(images.mean()) / workload.num_microbatches(columns.dp)
+    together = np.rint(np.maximum(of_microbatch, of_sample))  # whole, so that few differ
     for tp, batch in np.unique(np.stack([columns.tp, together]), axis=1).T:
         at = (columns.tp == tp) & (together == batch)
         each = surrogate.times[columns.device_type].images_s(name, int(tp), together=batch)

@@ -61,12 +61,20 @@ class TracedStep:
 
 @dataclass(frozen=True, slots=True)
 class JoinedPass:
-    """A rank's pass with collectives, in seconds; the other predicted ones are those of its computing."""
+    """A rank's pass with collectives, in seconds."""
 
     start_s: float
     measured_s: float
     computing_s: float
+    """Predicted."""
     collectives_s: float
+    """Predicted, of what computing does not hide."""
+    meets_first: bool = False
+    """Whether the ranks meet before they compute, and not while or after they do."""
+
+    def meeting_s(self, backbone: float) -> float:
+        """Return when it comes to the others. backbone: factor of computing."""
+        return self.start_s if self.meets_first else self.start_s + backbone * self.computing_s
 
 
 @dataclass(slots=True)
@@ -93,7 +101,7 @@ class Pairs:
         backbone, collectives = factors.get(BACKBONE, shared), shared
         if len(self.joined) >= FEWEST:
             # The rank that comes last waits for no other; the others' waits are none of the collectives' time.
-            last = [max(ranks, key=lambda each: each.start_s + backbone * each.computing_s) for ranks in self.joined]
+            last = [max(ranks, key=lambda each: each.meeting_s(backbone)) for ranks in self.joined]
             took = [each.measured_s for each in last]
             computing, joined = [each.computing_s for each in last], [each.collectives_s for each in last]
             if BACKBONE in factors:
@@ -138,6 +146,7 @@ class Fit:
         self._squares = float(np.square(lengths).sum() / lengths.sum())
         specs = actor_specs_of(plan)
         self._on_cpu = times.device.name == CPU
+        self._gathers_once = setup.sharding == "gradients"
         self._with_encoders = config.mode == "colocated" or plan.is_shared
         self._shares = self._with_encoders or (config.mode == "monolithic" and self._on_cpu)
         # Ranks of a tensor parallel group do the same at the same time: where devices are shared, one stands for all.
@@ -256,16 +265,15 @@ class Fit:
             if self._shares:
                 shared.add(found, self._slowdown * float((computing + collectives).sum()))
                 continue
-            for place, (span, alone, joined) in enumerate(
-                zip(found, computing.tolist(), collectives.tolist(), strict=True)
-            ):
+            for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
                 measured = step.seconds_of([span])
                 if stage.module is StageModule.ENCODER:
                     pairs.add(self._encoder, measured, alone + joined)
                 elif joined > 0.0:
-                    start_s = span.start_s / step.scale
-                    key = (*_coordinates(span.actor)[1:], number, place)
-                    meetings[key].append(JoinedPass(start_s, measured, alone, joined))
+                    is_backward = span.name == BACKWARD
+                    key = (*_coordinates(span.actor)[1:], number, int(span.args["microbatch"]), int(is_backward))
+                    meets_first = self._gathers_once and not is_backward
+                    meetings[key].append(JoinedPass(span.start_s / step.scale, measured, alone, joined, meets_first))
                 else:
                     pairs.add(BACKBONE, measured, alone)
 
@@ -345,7 +353,7 @@ def _coordinates(actor: str) -> tuple[int, int, int]:
 
 
 _Meetings = defaultdict[tuple[int, ...], list[JoinedPass]]
-"""Passes with collectives by pipeline and tensor parallel rank, stage, and place among the stage's passes."""
+"""Passes with collectives by pipeline and tensor parallel rank, stage, microbatch, and whether they are backwards."""
 
 
 @dataclass(slots=True)

@@ -105,17 +105,21 @@ class _Tries:
     def undecided(self) -> int | None:
         """The trial with the fewest rounds of those that need another one; None if all have theirs.
 
-        The fastest of each mode runs twice, since one run may have met a disturbance. A plan runs a third time if those
-        two differ, or if the better one is close to the best of all: a bad one must not take its third.
+        The fastest of each mode runs twice, since one run may have met a disturbance. A plan runs a third time if its
+        two differ, or if the better one is close to the best of all. A bad second run takes no plan its third.
         """
-        if len(self.trials) == 1:
-            return None
         ran = [index for index, trial in enumerate(self.trials) if trial.measured > 0]
+        if len(ran) < 2:
+            return None
         fastest = sorted(ran, key=lambda index: self.trials[index].measured)
         of_modes = {self.trials[index].plan.mode: index for index in fastest}.values()
-        best = max((self.trials[index].measured for index in ran), default=0.0)
+        best = self.trials[fastest[-1]].measured
         close = {index for index in ran if max(self.trials[index].rates) >= CLOSE * best}
-        wanted = {index: ROUNDS if index in close or self._differs(index) else 2 for index in {*of_modes, *close}}
+        rivals = close if len(close) > 1 else set()
+        again = {index for index in ran if self.rounds(index) > 1}
+        wanted = {
+            index: ROUNDS if index in rivals or self._differs(index) else 2 for index in {*of_modes, *rivals, *again}
+        }
         missing = [index for index in sorted(wanted) if self.rounds(index) < wanted[index]]
         return min(missing, key=self.rounds, default=None)
 

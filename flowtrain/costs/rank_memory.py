@@ -287,9 +287,9 @@ def sums_whole(setup: TrainingSetup) -> bool:
 def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
     """Return the most that the fused loss holds at once, either with a chunk's probabilities or the head's gradient.
 
-    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32. A CPU has the
-    logits in float32 beside them; without tensor parallelism it computes few at once. With several chunks, the head's
-    gradient is summed in float32.
+    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32. A CPU has
+    logits of another type in float32 beside them; without tensor parallelism it computes few at once. With several
+    chunks, the head's gradient is summed in float32.
     """
     dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
     num_rows = max(1, microbatch.num_target_tokens)

@@ -89,7 +89,10 @@ class BackboneProfiler:
         self._steps = 0
 
     def measure(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> BackboneTimes:
-        """Return the medians over steps that run ``mixes[mix][length]`` in turn; collective over a tensor group."""
+        """Return the medians over steps that run ``mixes[mix][length]`` in turn; collective over a tensor group.
+
+        Such a group's ``step_s`` and ``parameter_s`` are 0: those of one rank are known.
+        """
         kinds = {"deep": (len(self._layers), True), "one": (1, True), "blind": (1, False)}
         batches = {
             sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
@@ -108,8 +111,10 @@ class BackboneProfiler:
         # The parts must add up to the measured whole, also if noise would make the head's time negative.
         layers = np.minimum(layers, (deep - connectors) / depth)
         heads = deep - depth * layers - connectors
-        short = self.replica_steps([by_length[0] for by_length in mixes])
-        step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
+        step_s = parameter_s = 0.0
+        if self._group.degrees.tp == 1:
+            short = self.replica_steps([by_length[0] for by_length in mixes])
+            step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]

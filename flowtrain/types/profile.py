@@ -83,7 +83,7 @@ class EncoderTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSteps:
-    """Median processor seconds of steps with few and with many layers, each ``[2]``; fewer layers first."""
+    """Median seconds of steps with few and with many layers, each ``[2]``; fewer layers first."""
 
     num_parameters: tuple[int, int]
     """Trainable parameters of the model in use, before ranks share them."""

@@ -49,6 +49,7 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def profiler(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Profiler]:
     monkeypatch.setattr(profile_backbone, "MEASURED_STEPS", 2)
+    monkeypatch.setattr(profile_backbone, "SHORT_STEPS", 2)
     threads = torch.get_num_threads()
     found = Profiler(config, 0, Degrees())
     report = found.start(LOOPBACK, 0)

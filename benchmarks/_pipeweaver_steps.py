@@ -12,7 +12,7 @@ import numpy as np
 from flowtrain.allocator.model_file import ModelFile, read_model_file
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.costs.cluster import data_sheet_device_type
-from flowtrain.costs.flops import microbatch_flops, sample_flops
+from flowtrain.costs.flops import backbone_training_flops, sample_flops
 from flowtrain.costs.memory import USABLE_SHARE
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import ModelSpec
@@ -78,27 +78,19 @@ def even_sequence(num_images: int, patches: int, num_samples: int) -> Microbatch
 def flops(model: ModelSpec, works: Sequence[MicrobatchWork]) -> np.ndarray:
     """Training FLOPs of each sequence."""
     columns = MicrobatchColumns.of(works)
-    layer, head, connector = microbatch_flops(
-        model,
-        num_tokens=columns.num_tokens,
-        squares=columns.squares,
-        vision_tokens=columns.vision_tokens,
-        target_tokens=columns.target_tokens,
-        freeze=(),
-    )
     none = np.zeros(len(works), dtype=np.int64)
     patches = columns.of_images(columns.patches.astype(np.float64)).astype(np.int64)
-    images = {ENCODER: (columns.num_images, patches)} if model.encoders else {}
-    encoders = sample_flops(
+    beside = sample_flops(
         model,
         positions=none,
         lengths=none,
-        vision_lengths=none,
+        vision_lengths=columns.vision_tokens.astype(np.int64),
         target_lengths=none,
-        images=images,
+        images={ENCODER: (columns.num_images, patches)} if model.encoders else {},
         freeze=(),
-    ).encoders
-    return np.asarray(model.backbone.num_layers * layer + head + connector + encoders)
+    )
+    backbone = [backbone_training_flops(model.backbone, each.lengths, (), each.target_tokens) for each in works]
+    return np.asarray(np.array(backbone) + beside.connector + beside.encoders)
 
 
 @dataclass(frozen=True, eq=False)

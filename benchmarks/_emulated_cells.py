@@ -148,7 +148,6 @@ def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, step_s: fl
     tokens_per_s = sum(line["num_tokens"] for line in lines) / seconds
     details = {
         "samples_per_s": sum(line["num_samples"] for line in lines) / seconds,
-        "tokens_per_s_of_device": tokens_per_s / cell.ranks,
         "starved_share": sum(line["starved_s"] for line in lines) / seconds,
         "mfu": fmean(line["mfu"] or 0.0 for line in lines),
         "time_scale": time_scale,

@@ -90,7 +90,7 @@ def flops(model: ModelSpec, works: Sequence[MicrobatchWork]) -> np.ndarray:
         freeze=(),
     )
     backbone = [backbone_training_flops(model.backbone, each.lengths, (), each.target_tokens) for each in works]
-    return np.asarray(np.array(backbone) + beside.connector + beside.encoders)
+    return np.array(backbone) + beside.connector + beside.encoders
 
 
 @dataclass(frozen=True, eq=False)

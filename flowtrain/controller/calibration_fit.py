@@ -235,13 +235,10 @@ class Fit:
 
     def _of_the_last(self, shared: Mapping[str, _Shared]) -> Iterable[_Shared]:
         """Of devices whose replicas meet in a step, that with the most to do: the others' spans have waits for it."""
-        found: dict[object, _Shared] = {}
+        found: dict[tuple[int, ...], _Shared] = {}
         for place, each in shared.items():
-            if place in self._replicas:
-                _, *others = self._degrees.coordinates(int(place))
-            else:
-                _, *others = _coordinates(place)
-            key = tuple(others)
+            coordinates = self._degrees.coordinates(int(place)) if self._with_encoders else _coordinates(place)
+            key = coordinates[1:]
             if key not in found or each.predicted_s > found[key].predicted_s:
                 found[key] = each
         return found.values()

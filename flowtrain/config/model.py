@@ -130,8 +130,8 @@ class BackboneConfig(ConfigModel):
     """The most device memory that a rank's training step may take, as far as it is predicted: for ``adaptive`` and the
     two ``auto`` below. None: 92 % of the device's."""
     sequence_parallel: bool = True
-    """Ranks of a tensor parallel group split norms and residuals by tokens, with the same amount of communication.
-    Without it every rank holds them whole."""
+    """Ranks of a tensor parallel group split norms and residuals by tokens, those of a trained encoder too, with the
+    same amount of communication. Without it every rank holds them whole."""
     sharding: Literal["auto", "full", "gradients", "hybrid"] = "auto"
     """What data-parallel ranks shard in addition to gradients and optimizer state. ``full``: parameters between uses
     too. ``gradients``: parameters stay whole from a step's first forward on. ``hybrid``: as ``full`` among

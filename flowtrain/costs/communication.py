@@ -65,7 +65,9 @@ def encoder_passes(setup: TrainingSetup, freeze: Collection[str]) -> tuple[float
     if FROZEN_ENCODERS[0] in freeze:
         return 1.0, 1.0
     again = setup.share_of_encoder_layers("full")
-    return 3.0 + again, 2.0 + again
+    # Two gathers are half of a forward's two all-reduces.
+    gathers = _GATHER * setup.share_of_encoder_layers("selective") if setup.sequence_parallel else 0.0
+    return 3.0 + again, 2.0 + again + gathers
 
 
 def recomputed_share(setup: TrainingSetup) -> float:

@@ -2,7 +2,8 @@
 
 Activations of a trained encoder are listed tensor by tensor, as autograd keeps them for the layer that HF's SigLIP,
 CLIP, ViT, DINOv2 and InternVL share (pre-norm, full attention by a fused kernel, MLP with GELU, no dropout). With
-tensor parallelism heads and the MLP's width are split; all else is whole on every rank.
+tensor parallelism heads and the MLP's width are split. With sequence parallelism a trained layer's norms and residuals
+are split by tokens; the inputs of attention and MLP, and what passes between stages, are whole.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def encoder_chunk_activation_nbytes(
     if not chunk.is_first:
         # Received hidden states are a part of what came, and keep all of it: at most so many levels.
         kept += encoder_levels_nbytes(spec, num_tokens=tokens, dtype_nbytes=setup.dtype_nbytes)
+        if chunk.num_layers and setup.sliced(tokens) < tokens:  # the first layer keeps a slice of them
+            kept += setup.dtype_nbytes * spec.hidden_size * tokens
     if spec.rotary and chunk.num_layers:
         kept += 2 * FLOAT32_NBYTES * (spec.hidden_size // spec.num_heads) * tokens  # cosines and sines of the positions
     if chunk.sends:
@@ -97,7 +100,7 @@ def encoder_output_nbytes(
 
 def encoder_layer_activation_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
     """Return the bytes that autograd keeps for one layer of the tower."""
-    return sum(_layer_tensors(spec, setup).values()) * num_tokens + fused_share_nbytes(spec, setup)
+    return sum(_layer_tensors(spec, setup, num_tokens).values()) + fused_share_nbytes(spec, setup)
 
 
 def encoder_kept_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
@@ -107,52 +110,62 @@ def encoder_kept_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int,
     exists before and after the sum.
     """
     dtype, hidden = setup.dtype_nbytes, spec.hidden_size
+    sliced = dtype * hidden * setup.sliced(num_tokens)
     if word == "offload":
         return 0
     if word == "full":
-        return dtype * hidden * num_tokens
+        return sliced
     if word == "selective":
         heads = (4 * dtype * hidden + FLOAT32_NBYTES * spec.num_heads) // setup.tp
         mlp = (2 if spec.gated_mlp else 1) * dtype * spec.intermediate_size // setup.tp
-        return (heads + mlp + dtype * hidden * (3 if setup.tp == 1 else 5)) * num_tokens
+        kept = (heads + mlp + 2 * dtype * hidden) * num_tokens + sliced
+        return kept if setup.tp == 1 else kept + 2 * sliced
     return encoder_layer_activation_nbytes(spec, setup, num_tokens)
 
 
 def encoder_backward_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
     """Return the bytes of gradients that exist at once in one layer's backward; the maximum is in the MLP."""
-    widths = 3 if spec.gated_mlp else 2
-    return setup.dtype_nbytes * (spec.hidden_size + widths * spec.intermediate_size // setup.tp) * num_tokens
+    dtype, sliced, widths = setup.dtype_nbytes, setup.sliced(num_tokens), 3 if spec.gated_mlp else 2
+    nbytes = dtype * (spec.hidden_size * sliced + widths * spec.intermediate_size // setup.tp * num_tokens)
+    if sliced < num_tokens:
+        nbytes += dtype * spec.hidden_size * num_tokens  # the gathered gradient of the output
+    return nbytes
 
 
-def _layer_tensors(spec: VisionSpec, setup: TrainingSetup) -> dict[str, int]:
-    """Bytes per token of every tensor that autograd keeps of one layer, by name."""
+def _layer_tensors(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> dict[str, int]:
+    """Bytes of every tensor that autograd keeps of one layer, by name."""
     dtype, hidden = setup.dtype_nbytes, spec.hidden_size
     heads, mlp = dtype * hidden // setup.tp, dtype * spec.intermediate_size // setup.tp
-    tensors = {
-        "input": dtype * hidden,
+    regions = {
         "normed_input": dtype * hidden,
         "query": heads,
         "key": heads,
         "value": heads,
         "attention_output": heads,
         "log_sum_exp": FLOAT32_NBYTES * spec.num_heads // setup.tp,
-        "residual": dtype * hidden,
         "normed_residual": dtype * hidden,
-        "norms": 4 * FLOAT32_NBYTES,  # a mean and a scale each
         "mlp_input": (2 if spec.gated_mlp else 1) * mlp,
         "activated": mlp,
     }
     if spec.fused_qkv and spec.rotary:
-        tensors["value"] = 3 * heads  # a view of the fused result; queries and keys are other tensors once turned
+        regions["value"] = 3 * heads  # a view of the fused result; queries and keys are other tensors once turned
     if spec.gated_mlp:
-        tensors["gated"] = mlp
+        regions["gated"] = mlp
     if spec.quick_gelu:
-        tensors["sigmoid"] = mlp
+        regions["sigmoid"] = mlp
+    if spec.qk_norm:
+        regions["query_and_key_norms"] = 2 * (FLOAT32_NBYTES + dtype) * hidden // setup.tp
+    between = {
+        "input": dtype * hidden,
+        "residual": dtype * hidden,
+        "norms": 4 * FLOAT32_NBYTES,  # a mean and a scale each
+    }
     if spec.layer_scale:
-        tensors |= {"attention_scaled": dtype * hidden, "mlp_scaled": dtype * hidden}
+        between |= {"attention_scaled": dtype * hidden, "mlp_scaled": dtype * hidden}
     # An RMSNorm keeps its input in float32, in the place of the input in the compute type, and what it normalised.
     if spec.rms_norm:
-        tensors |= {"norm_results": 2 * FLOAT32_NBYTES * hidden}
-    if spec.qk_norm:
-        tensors |= {"query_and_key_norms": 2 * (FLOAT32_NBYTES + dtype) * hidden // setup.tp}
-    return tensors
+        between["norm_results"] = 2 * FLOAT32_NBYTES * hidden
+    sliced = setup.sliced(num_tokens)
+    return {name: nbytes * num_tokens for name, nbytes in regions.items()} | {
+        name: nbytes * sliced for name, nbytes in between.items()
+    }

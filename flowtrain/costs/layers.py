@@ -68,7 +68,9 @@ def connector(spec: ConnectorSpec, setup: TrainingSetup, tp: int, num_rows: Any)
     return Layer((first,), (), (norm,)), Layer((second,), (), ())
 
 
-def encoder_layer(spec: VisionSpec, setup: TrainingSetup, tp: int, num_tokens: Any, squares: Any) -> Layer:
+def encoder_layer(
+    spec: VisionSpec, setup: TrainingSetup, tp: int, num_tokens: Any, squares: Any, *, is_trained: bool
+) -> Layer:
     """Return the operators of an encoder's layer; arguments are as in ``decoder_layer``. Attention is full.
 
     Weights are read once for a batch of many images, which counts as nothing.
@@ -83,7 +85,8 @@ def encoder_layer(spec: VisionSpec, setup: TrainingSetup, tp: int, num_tokens: A
         dtype * widths * num_tokens,
     )
     turned = 2 * heads * _NORM * (spec.qk_norm + spec.rotary)
-    moved = 2 * (_NORM + _RESIDUAL) * hidden + turned + (branches + 1) * width
+    between = 2 * (_NORM + _RESIDUAL) * hidden / (tp if is_trained and setup.sequence_parallel else 1)
+    moved = between + turned + (branches + 1) * width
     return Layer(
         (products,),
         (Operator("attention", 4.0 * heads * squares, dtype * 4.0 * heads * num_tokens),),

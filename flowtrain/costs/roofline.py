@@ -104,10 +104,12 @@ class Roofline:
     def _computed_images_s(self, encoder: str, tp: int, in_ranks: bool) -> FloatArray:
         spec, (num_images, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
         passes, reductions = encoder_passes(self._setup, self._workload.freeze)
-        layer = layers.encoder_layer(spec, self._setup, tp, *images_tokens(spec, num_images, num_patches))
+        tokens, squares = images_tokens(spec, num_images, num_patches)
+        is_trained = FROZEN_ENCODERS[0] not in self._workload.freeze
+        layer = layers.encoder_layer(spec, self._setup, tp, tokens, squares, is_trained=is_trained)
         embedding = layers.patch_embedding(spec, self._setup, tp, num_patches)
         # Patches have no gradient, but their weights have one; they are recomputed with the layers.
-        embeddings = 1.0 if FROZEN_ENCODERS[0] in self._workload.freeze else 2.0 * passes / 3.0
+        embeddings = 2.0 * passes / 3.0 if is_trained else 1.0
         computing = spec.num_layers * passes * self._seconds((*layer.matrices, *layer.attention, *layer.moves))
         computing = computing + embeddings * self._seconds(embedding.matrices)
         computing = computing + self._seconds(layers.merging(spec, self._setup, tp, num_patches).matrices)

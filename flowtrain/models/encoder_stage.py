@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from flowtrain.pipeline.actions import StageMemory
@@ -52,6 +53,8 @@ class EncoderStage(nn.Module):
     is_last = True
     """Whether features come out here."""
     is_trained = False
+    token_mesh: DeviceMesh | None = None
+    """The ranks that split hidden states inside a stage by tokens (sequence parallelism); None: each has all."""
     shape: EncoderShape
     tower: PreTrainedModel
 

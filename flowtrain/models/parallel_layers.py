@@ -124,7 +124,7 @@ class RowwiseLinear(nn.Linear):
     """Whether its output is this rank's slice of the tokens (sequence parallelism)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map ``[..., in / ranks]`` to ``[..., out]``, replicated; or ``[1, T, ...]`` to a slice of the tokens."""
+        """Map ``[..., in / ranks]`` to ``[..., out]``, replicated; or ``[1, T, ...]``, ``[T, ...]`` to a slice of T."""
         partial = nn.functional.linear(input, local_shard(self.weight))
         if not self.splits_tokens:
             output = leave_region(partial, self.tp_mesh)

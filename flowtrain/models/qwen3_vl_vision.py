@@ -24,6 +24,7 @@ from flowtrain.models.encoder_stage import EncoderShape, EncoderStage, ImageSize
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.models.qwen3_vl_config import deepstack_layers
 from flowtrain.models.stage import LayerSlice, shallow_copy
+from flowtrain.models.token_split import join_tokens, split_tokens
 from flowtrain.models.tower_attention import packed_bidirectional
 from flowtrain.pipeline.actions import StageMemory
 
@@ -134,18 +135,25 @@ class Qwen3VisionStage(EncoderStage):
         self, hidden: Tensor, levels: list[Tensor], grids: Sequence[tuple[int, int]], memory: StageMemory | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers on the patches of all images, ``[P, D]``; appends what deepstack layers return."""
+        found: list[Tensor] = []
         blocks, layers = cast(nn.ModuleList, self.tower.get_submodule("blocks")), self.layers
         segments = Segments([rows * columns for rows, columns in grids])
         angles, taken = _angles(self.shape.config, grids, hidden.device), deepstack_layers(self.shape.config)
         turns = angles.cos(), angles.sin()
         keeping = applied(memory, layers) if memory is not None and layers else nullcontext()
         products = nullcontext() if self.is_trained else fast_products(hidden)
+        mesh, num_tokens = self.token_mesh if layers else None, len(hidden)
+        if mesh is not None:
+            hidden = split_tokens(hidden, mesh)
         with keeping, products:
             for number, layer in zip(map(int, blocks._modules), layers, strict=True):
                 hidden = layer(hidden, None, position_embeddings=turns, segments=segments)
                 if number in taken:
-                    levels = [*levels, hidden]
-        return hidden, levels
+                    found.append(hidden)
+        if mesh is not None:
+            joined = join_tokens(torch.cat([hidden, *found], dim=1), mesh, num_tokens)
+            hidden, *found = joined.split(hidden.shape[1], dim=1)
+        return hidden, [*levels, *found]
 
     def _embed(self, images: Sequence[Tensor], grids: Sequence[tuple[int, int]]) -> Tensor:
         """Embed the patches of images, ``[C, H, W]`` each, on any device, in any type: ``[P, D]``."""

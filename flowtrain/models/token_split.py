@@ -26,19 +26,19 @@ def slice_length(num_tokens: int, num_ranks: int) -> int:
 class _SplitTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.num_tokens = mesh, whole.shape[1]
+        ctx.mesh, ctx.num_tokens = mesh, whole.shape[-2]
         return _own_slice(whole, mesh)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_output, ctx.mesh).narrow(1, 0, ctx.num_tokens), None
+        return _gather(grad_output, ctx.mesh, ctx.num_tokens), None
 
 
 class _JoinTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
         ctx.mesh = mesh
-        return _gather(own, mesh).narrow(1, 0, num_tokens)
+        return _gather(own, mesh, num_tokens)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
@@ -49,7 +49,7 @@ class _EnterRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
         ctx.mesh = mesh
-        return _gather(own, mesh).narrow(1, 0, num_tokens)
+        return _gather(own, mesh, num_tokens)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
@@ -59,16 +59,19 @@ class _EnterRegion(torch.autograd.Function):
 class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.num_tokens = mesh, partial.shape[1]
+        ctx.mesh, ctx.num_tokens = mesh, partial.shape[-2]
         return _scatter_sums(partial, mesh)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_output, ctx.mesh).narrow(1, 0, ctx.num_tokens), None
+        return _gather(grad_output, ctx.mesh, ctx.num_tokens), None
 
 
 def split_tokens(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Take this rank's slice ``[1, ceil(T / ranks), H]`` of hidden states ``[1, T, H]`` that all ranks have."""
+    """Take this rank's slice ``[1, ceil(T / ranks), H]`` of hidden states ``[1, T, H]`` that all ranks have.
+
+    This and the functions below work without the first axis too; it must be 1, since slices are of one row.
+    """
     own: Tensor = _SplitTokens.apply(whole, mesh)
     return own
 
@@ -85,7 +88,7 @@ def enter_split_region(own: Tensor, mesh: DeviceMesh, num_tokens: int | None) ->
     num_tokens: T; None leaves the padding in, for a region that computes each token on its own.
     """
     if num_tokens is None:
-        num_tokens = own.shape[1] * mesh.size()
+        num_tokens = own.shape[-2] * mesh.size()
     entered: Tensor = _EnterRegion.apply(own, mesh, num_tokens)
     return entered
 
@@ -96,22 +99,24 @@ def leave_split_region(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     return left
 
 
-def _gather(own: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All slices, padding included."""
-    return collectives.wait_tensor(_all_gather(own[0].contiguous(), 0, (mesh, 0)))[None]
+def _gather(own: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
+    """All slices, without the padding after ``num_tokens``."""
+    whole = collectives.wait_tensor(_all_gather(own.flatten(0, -2).contiguous(), 0, (mesh, 0)))
+    return whole.view(*own.shape[:-2], -1, own.shape[-1]).narrow(-2, 0, num_tokens)
 
 
 def _scatter_sums(partial: Tensor, mesh: DeviceMesh) -> Tensor:
-    padded = _padded(partial, mesh)[0].contiguous()
-    return collectives.wait_tensor(_reduce_scatter(padded, "sum", 0, (mesh, 0)))[None]
+    padded = _padded(partial, mesh).flatten(0, -2).contiguous()
+    own = collectives.wait_tensor(_reduce_scatter(padded, "sum", 0, (mesh, 0)))
+    return own.view(*partial.shape[:-2], -1, partial.shape[-1])
 
 
 def _own_slice(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    length = slice_length(whole.shape[1], mesh.size())
+    length = slice_length(whole.shape[-2], mesh.size())
     # A copy: a view would keep the whole tensor in memory.
-    return _padded(whole, mesh).narrow(1, mesh.get_local_rank() * length, length).clone()
+    return _padded(whole, mesh).narrow(-2, mesh.get_local_rank() * length, length).clone()
 
 
 def _padded(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    missing = -whole.shape[1] % mesh.size()
+    missing = -whole.shape[-2] % mesh.size()
     return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from flowtrain.errors import ConfigError
+from flowtrain.models.attention_backends.base import Segments
+from flowtrain.models.encoder_stage import EncoderStage
 from flowtrain.models.parallel_layers import (
     ColwiseLinear,
     FusedColumnsLinear,
@@ -25,6 +27,7 @@ from flowtrain.models.parallel_layers import (
     shard_bounds,
     with_local_parameters,
 )
+from flowtrain.models.token_split import enter_split_region
 from flowtrain.models.towers import TOWERS
 
 _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
@@ -110,12 +113,17 @@ def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> Non
     _share_heads(tower, mesh)
 
 
-def distribute_tower(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split a tower of the backbone's ranks, or a stage's part of one, on the device ``meta``, in place.
+def distribute_tower(stage: EncoderStage, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> None:
+    """Split a stage of the backbone's ranks, on the device ``meta``, in place: its tower, and how it runs that.
 
     Every parameter becomes a DTensor on ``mesh``, as ``tensor_parallel.parallelize`` has it. What is not split computes
     the same on all ranks, and its gradients are the same there, since those of split layers' inputs are summed.
+    sequence_parallel: split norms and residuals of a trained tower's layers by tokens; a frozen one keeps none of them.
+    Gradients of norms, layer scales and the biases of rowwise layers are then sums over the ranks, and stay ``Partial``
+    without FSDP2.
     """
+    tower, splits_tokens = stage.tower, sequence_parallel and stage.is_trained
+    layers = next(iter(TOWER_PLANS[tower.config.model_type])).partition("*")[0]
     for name, module in list(tower.named_modules()):
         style = _style(tower, name, module)
         if style == "norm":
@@ -128,15 +136,62 @@ def distribute_tower(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
         else:
             _distribute(module, mesh, None)
             if module._parameters and not name.startswith("embeddings"):
-                module.__class__ = _with_local_parameters(type(module))  # type: ignore[arg-type]  # "unhashable"
+                is_sliced = splits_tokens and name.startswith(layers)
+                module.__class__ = _with_local_parameters(type(module), is_sliced=is_sliced)  # type: ignore[arg-type]  # "unhashable"
     if embeddings := tower._modules.get("embeddings"):
         embeddings.__class__ = _with_local_tree(type(embeddings))
     _share_heads(tower, mesh)
+    if splits_tokens:
+        _split_between_regions(stage, mesh)
 
 
 @cache  # FSDP keeps every class that it has wrapped, and a layer may have parameters of its own
-def _with_local_parameters(module_class: type[nn.Module]) -> type[nn.Module]:
-    return with_local_parameters(module_class)
+def _with_local_parameters(module_class: type[nn.Module], *, is_sliced: bool) -> type[nn.Module]:
+    """is_sliced: each rank applies them to its own tokens, so gradients add up over the ranks."""
+    return with_local_parameters(module_class, [Partial()] if is_sliced else None)
+
+
+def _split_between_regions(stage: EncoderStage, mesh: DeviceMesh) -> None:
+    """Let attention and MLP gather their input's tokens, and leave each rank its slice of the output."""
+    stage.token_mesh = mesh
+    kind = TOWERS.get(stage.tower.config.model_type)
+    if kind is not None and not kind.takes_mask:
+        for layer in stage.layers:
+            layer.__class__ = _taking_segments(type(layer))  # type: ignore[arg-type]  # "unhashable"
+    for module in stage.tower.modules():
+        if isinstance(module, RowwiseLinear):
+            module.splits_tokens = True
+        columns = [each for each in module.children() if isinstance(each, ColwiseLinear | FusedColumnsLinear)]
+        for column in columns:
+            column.enters_region = False
+        if columns:
+            module.register_forward_pre_hook(partial(_gather_tokens, mesh), with_kwargs=True)
+
+
+@cache
+def _taking_segments(layer_class: type[nn.Module]) -> type[nn.Module]:
+    """Derive a class of layers that take a mask; HF's of InternVL take none, while their attention does."""
+
+    class TakingSegments(layer_class):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: Tensor, segments: Segments) -> Any:
+            self.attention.__dict__["segments"] = segments
+            return super().forward(hidden_states)
+
+    TakingSegments.__name__ = layer_class.__name__
+    return TakingSegments
+
+
+def _gather_tokens(
+    mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather a module's first input. Segments tell attention's number of tokens; an MLP computes the padding too."""
+    if "segments" in module.__dict__:
+        kwargs = {**kwargs, "attention_mask": module.__dict__["segments"]}
+    segments = next((each for each in (*args, *kwargs.values()) if isinstance(each, Segments)), None)
+    num_tokens = None if segments is None else segments.num_tokens
+    if args:
+        return (enter_split_region(args[0], mesh, num_tokens), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": enter_split_region(kwargs["hidden_states"], mesh, num_tokens)}
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int | None) -> None:

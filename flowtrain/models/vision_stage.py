@@ -18,6 +18,7 @@ from flowtrain.models.attention_backends.base import Segments
 from flowtrain.models.cpu_products import fast_products
 from flowtrain.models.encoder_stage import EncoderShape, EncoderStage, ImageSize
 from flowtrain.models.stage import LayerSlice, shallow_copy
+from flowtrain.models.token_split import join_tokens, split_tokens
 from flowtrain.models.tower_attention import IMPLEMENTATION
 from flowtrain.models.tower_embedding import embed_in_rows
 from flowtrain.models.towers import TOWERS, TowerKind, image_size, patch_grid
@@ -144,8 +145,12 @@ class VisionStage(EncoderStage):
 
     def _run(self, hidden: Tensor, segments: Segments, memory: StageMemory | None) -> Tensor:
         """Run the layers on tokens of all images, ``[T, D]``."""
-        states, layers, takes_mask = hidden[None], self.layers, self.shape.kind.takes_mask
-        if not takes_mask:  # such a tower gets tiles of one size: a batch keeps them apart
+        states, layers = hidden[None], self.layers
+        mesh = self.token_mesh if layers else None
+        takes_mask = self.shape.kind.takes_mask or mesh is not None
+        if mesh is not None:
+            states = split_tokens(states, mesh)
+        elif not takes_mask:  # such a tower gets tiles of one size: a batch keeps them apart
             assert len(set(segments.lengths)) == 1, segments.lengths
             states = hidden.view(len(segments.lengths), -1, hidden.shape[-1])
         keeping = applied(memory, layers) if memory is not None and layers else nullcontext()
@@ -157,6 +162,8 @@ class VisionStage(EncoderStage):
                 states = output[0] if isinstance(output, tuple) else output
         if takes_mask:
             assert segments.were_used or not layers, f"{self.shape.config.model_type}: its attention gets no mask"
+        if mesh is not None:
+            states = join_tokens(states, mesh, len(hidden))
         return states.flatten(0, 1)
 
     def _rows(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:

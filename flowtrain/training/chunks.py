@@ -205,7 +205,7 @@ def _build_vision(
     for stage in (each for each in stages if each.rank == group.pp_rank):
         module = tower.take(stage.layers, is_first=stage.index == 0, is_last=stage.index == len(stages) - 1)
         if group.degrees.tp > 1:
-            distribute_tower(module.tower, group.mesh[TP_AXIS])
+            distribute_tower(module, group.mesh[TP_AXIS], sequence_parallel=config.backbone.sequence_parallel)
         if tower.is_trained:
             _shard(module, module.layers, config, group)
         materialize(module, group.device, weights, from_checkpoint=from_checkpoint)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flowtrain.costs.encoder_memory import (
     EncoderShare,
     encoder_chunk_activation_nbytes,
+    encoder_kept_nbytes,
     encoder_layer_activation_nbytes,
 )
 from flowtrain.costs.hf_config import from_hf_vision_config
@@ -185,37 +186,50 @@ def test_a_trained_embedding_without_layers_is_counted(checkpointing: Any) -> No
 
 def test_tensor_parallel_ranks_share_heads_and_widths() -> None:
     spec = spec_of(make_stage("siglip", torch.float32))
-    one, two = (encoder_layer_activation_nbytes(spec, TrainingSetup(tp=tp), 100) for tp in (1, 2))
-    assert 0.5 * one < two < one, "norms and residuals are whole"
+    setups = TrainingSetup(), TrainingSetup(tp=2, sequence_parallel=False), TrainingSetup(tp=2)
+    one, whole, split = (encoder_layer_activation_nbytes(spec, setup, 100) for setup in setups)
+    assert 0.5 * one < split < whole < one, "the inputs of attention and MLP are whole"
     shares = [EncoderShare(spec, (EncoderChunk(1),)).layer_parameters(tp) for tp in (1, 2)]
     assert shares[0] == spec.layer_parameters and 0.5 * shares[0] < shares[1] < 0.6 * shares[0]
 
 
-def measured_on_a_rank(names: list[str]) -> list[tuple[int, int]]:
-    """Of one of two tensor parallel ranks: parameters of a layer that it holds, and what one more layer keeps."""
+SPLIT = [(name, word) for name in ("siglip", "internvl", "qwen3_vl") for word in ("none", "full", "selective")]
+
+
+def measured_on_a_rank(sequence_parallel: bool) -> list[tuple[int, int, int]]:
+    """Of one of two tensor parallel ranks: parameters of a layer, what one more layer keeps, and a stage of two."""
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
-    for name in names:
+    for name, word in SPLIT:
         whole = make_stage(name, torch.float32)
-        distribute_tower(whole.tower, mesh)
+        distribute_tower(whole, mesh, sequence_parallel=sequence_parallel)
         two, three = (
-            kept_nbytes(whole.take(range(count), is_first=True, is_last=True), torch.float32) for count in (2, 3)
+            kept_nbytes(whole.take(range(count), is_first=True, is_last=True), torch.float32, STRATEGIES[word])
+            for count in (2, 3)
         )
         held = sum(local_shard(parameter).numel() for parameter in whole.layers[0].parameters())
-        found.append((held, three - two))
+        middle = whole.take(range(1, 3), is_first=False, is_last=False)
+        found.append((held, three - two, kept_nbytes(middle, torch.float32, STRATEGIES[word], first_layer=1)))
     return found
 
 
 @pytest.mark.processes
-def test_a_tensor_parallel_rank_holds_and_keeps_its_share_of_a_layer() -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_tensor_parallel_rank_holds_and_keeps_its_share_of_a_layer(sequence_parallel: bool) -> None:
     """A fused matrix is whole on every rank, which computes with a copy of its own rows."""
-    names = ["siglip", "internvl", "qwen3_vl"]
-    for found in run_ranks(2, measured_on_a_rank, names):
-        for name, (held, kept) in zip(names, found, strict=True):
+    chunk = EncoderChunk(2, is_first=False, is_last=False, is_trained=True, sends=True)
+    for found in run_ranks(2, measured_on_a_rank, sequence_parallel):
+        for (name, word), (held, kept, of_stage) in zip(SPLIT, found, strict=True):
             stage = make_stage(name, torch.float32)
             spec, num_tokens = spec_of(stage), NUM_IMAGES * stage.shape.num_tokens((SIDE, SIDE))
             assert EncoderShare(spec, (EncoderChunk(1),)).layer_parameters(2) == pytest.approx(held, rel=0.02), name
-            predicted = encoder_layer_activation_nbytes(spec, setup_of(torch.float32, tp=2), num_tokens)
-            assert predicted == pytest.approx(kept, rel=0.02), name
+            setup = setup_of(torch.float32, tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=word)
+            predicted = encoder_kept_nbytes(spec, setup, num_tokens, word)
+            assert predicted == pytest.approx(kept, rel=0.02), (name, word)
+            size = MicrobatchSize(0, 0, NUM_IMAGES * stage.shape.num_rows((SIDE, SIDE)), num_tokens)
+            # The rule counts the received levels of the last stage; here is the first one.
+            later = max(spec.levels - 2, 0) * num_tokens * spec.hidden_size * 4
+            predicted = encoder_chunk_activation_nbytes(spec, chunk, setup, size) - later
+            assert predicted == pytest.approx(of_stage, rel=0.02), (name, word)
 
 
 class PeakStorages(LiveStorages):

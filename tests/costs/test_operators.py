@@ -48,7 +48,7 @@ def test_a_layers_operators_have_its_flops(lengths: list[int], tp: int) -> None:
     head = layers.head(MODEL.backbone, SETUP, tp, tokens)
     counted = 32 * sum(each.flops for each in (*layer.matrices, *layer.attention)) + head.matrices[0].flops
     assert 3 * tp * counted == pytest.approx(backbone_training_flops(MODEL.backbone, lengths))
-    vision = layers.encoder_layer(VISION, SETUP, tp, tokens, squares)
+    vision = layers.encoder_layer(VISION, SETUP, tp, tokens, squares, is_trained=False)
     assert sum(each.flops for each in vision.matrices) * tp == 2 * tokens * VISION.layer_matmul_parameters
     assert all(each.flops == 0.0 and each.nbytes > 0.0 for each in (*layer.moves, *vision.moves))
 

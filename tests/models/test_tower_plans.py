@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from flowtrain.errors import ConfigError
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.parallel_layers import ColwiseLinear, RowwiseLinear
 from flowtrain.models.qwen3_vl_vision import Qwen3VisionStage
-from flowtrain.models.tower_plans import TOWER_PLANS, parallelize_tower
+from flowtrain.models.tower_plans import TOWER_PLANS, distribute_tower, parallelize_tower
 from flowtrain.models.towers import TOWERS
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weights import tower_class
+from flowtrain.pipeline.actions import MemoryStrategy
 from tests.models.ranks import run_ranks
 from tests.qwen3_vl import UNIT
 from tests.qwen3_vl import VISION as QWEN3_VL
@@ -150,3 +154,63 @@ def test_fused_queries_keys_and_values_are_split_by_heads(num_ranks):
     for found, held in run_ranks(num_ranks, split_unit_features):
         assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected)
         assert held < 1.2 * whole / num_ranks, "biases and norms are whole"
+
+
+MEMORY = (MemoryStrategy.KEEP, MemoryStrategy.RECOMPUTE, MemoryStrategy.SELECTIVE)
+
+
+def trained_stage(values):
+    """A stage whose tower is trained, and whose norms and biases are random."""
+    tower = make_tower(values)
+    if values["model_type"] == QWEN3_VL["model_type"]:
+        return Qwen3VisionStage(tower, trainable=True)
+    return VisionStage(tower, feature_layer=-2, drop_first=False, trainable=True)
+
+
+def trained_gradients(stage, memory):
+    """Features of two microbatches, and the gradients of their sum; both forwards come before both backwards."""
+    rng, side = np.random.default_rng(1), 28 if isinstance(stage, VisionStage) else 2 * UNIT
+    outputs = []
+    for count in (3, 2):
+        images = [torch.from_numpy(rng.standard_normal((3, side, side), dtype=np.float32)) for _ in range(count)]
+        outputs.append(stage(images, [(side, side)] * count, memory))
+    for output in outputs:
+        (output * torch.linspace(-1.0, 1.0, output.numel()).view_as(output)).sum().backward()
+    found = {}
+    for name, parameter in stage.named_parameters():
+        gradient = parameter.grad
+        found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).numpy()
+    return [output.detach().numpy() for output in outputs], found
+
+
+def split_gradients(cases):
+    """Of towers that are split over the ranks, by tokens too or not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    found = []
+    for values, memory, sequence_parallel in cases:
+        stage = trained_stage(values)
+        distribute_tower(stage, mesh, sequence_parallel=sequence_parallel)
+        found.append(trained_gradients(stage, memory))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_of_a_split_tower_equal_the_plain_ones(num_ranks):
+    """Of towers with a class token, 4 ranks do not divide a microbatch's tokens."""
+    towers = CONFIGS | {"qwen3_vl": QWEN3_VL}
+    cases = [
+        (name, memory, split)
+        for name, memory, split in product(towers, MEMORY, (True, False))
+        if memory is MemoryStrategy.KEEP or (split and name in ("siglip", "internvl", "qwen3_vl"))
+    ]
+    expected = {name: trained_gradients(trained_stage(values), MemoryStrategy.KEEP) for name, values in towers.items()}
+    jobs = [(towers[name], memory, split) for name, memory, split in cases]
+    for results in run_ranks(num_ranks, split_gradients, jobs):
+        for case, (outputs, gradients) in zip(cases, results, strict=True):
+            plain_outputs, plain = expected[case[0]]
+            for output, reference in zip(outputs, plain_outputs, strict=True):
+                assert np.linalg.norm(output - reference) < 1e-5 * np.linalg.norm(reference), case
+            assert gradients.keys() == plain.keys(), case
+            largest = max(np.abs(each).max() for each in plain.values())
+            for name, gradient in gradients.items():
+                assert np.abs(gradient - plain[name]).max() < 1e-5 * largest, (case, name)

@@ -99,7 +99,7 @@ class Pipeline:
 
     place: of the encoder's layers, as ``pipeline.encoder_layers``; ignored without an encoder. layer_cost: of an
     encoder layer over a decoder layer, by which ``mixed`` layers are balanced. words: memory strategy of all layers.
-    reduction: when gradients are summed over replicas.
+    reduction: when gradients are summed over replicas. sequence_parallel: split norms and residuals by tokens.
     """
 
     model: ModelSpec
@@ -109,6 +109,7 @@ class Pipeline:
     layer_cost: float = 1.0
     words: str = "none"
     reduction: ReductionName = "step"
+    sequence_parallel: bool = True
 
     @cached_property
     def partition(self) -> Partition:
@@ -127,6 +128,7 @@ class Pipeline:
         setup = TrainingSetup(
             sharding="gradients",
             gradient_reduction=self.reduction,
+            sequence_parallel=self.sequence_parallel,
             activation_checkpointing=self.words,
             shard_size=degrees.dp,
         )

@@ -125,8 +125,8 @@ def grid(batch: int) -> Grid:
             degrees = Degrees(dp, pp, tp)
             found = Pipeline(file.model, degrees, place="own" if pp > 1 else "first").fitting_step(works)
             cells.append(Cell(degrees, *(found if found is not None else (None, None))))
-    paper = Pipeline(file.model, PAPER_OPTIMUM, place="own", words="full").step(works)
-    return Grid(batch, cells, paper)
+    paper = Pipeline(file.model, PAPER_OPTIMUM, place="own", words="full")
+    return Grid(batch, cells, paper.step(works), replace(paper, sequence_parallel=False).step(works))
 
 
 def vlm_xl() -> tuple[Cell, float]:

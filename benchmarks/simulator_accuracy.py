@@ -9,7 +9,9 @@ profile``); each case is simulated with its own degrees on it, over the very bat
 runs of a case and mix have the same batches, and each step counts with its median time.
 Calibrated predictions use ``flowtrain calibrate`` on the same case's runs of the other mixes, never on the runs that
 are tested. Peak memory is what the living tensors of the fullest backbone rank take, counted at each new one in a run
-of its own (as benchmarks/memory.py does); what a plan reserves, for full microbatches, stands beside it. Runs use the
+of its own (as benchmarks/memory.py does); what a plan reserves, for full microbatches, stands beside it. Other guests
+of the host change the machine's speed by several percent from run to run. A probe watches it, and errors of calibrated
+predictions stand there twice: as they are, and scaled by the probe's times in both sets of runs. Runs use the
 quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one. Exits with 1 if a run fails.
 
 --keep: profiles and timed runs stay there; what is there already is not measured again.
@@ -65,12 +67,13 @@ ALL_MIXES = (*MIXES, FULL)
 
 @dataclass(frozen=True)
 class Tested:
-    """The rate of one case on one mix, in samples/s. calibrated: by runs of other mixes; None if there were none."""
+    """The rate of one case on one mix, in samples/s. calibrated: by ``others``, runs of other mixes; None without."""
 
     label: str
     runs: tuple[Ran, ...]
     plain: float
     calibrated: float | None
+    others: tuple[Ran, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -92,6 +95,14 @@ class Tested:
     def calibrated_error(self) -> float | None:
         """Of the rate with calibration, signed."""
         return None if self.calibrated is None else self.calibrated / self.rate - 1.0
+
+    @property
+    def scaled_error(self) -> float | None:
+        """The same if the prediction is scaled to the machine's speed in the runs that are tested."""
+        if self.calibrated is None:
+            return None
+        others, own = (median(run.machine_s for run in runs) for runs in (self.others, self.runs))
+        return self.calibrated * others / own / self.rate - 1.0
 
 
 @dataclass(frozen=True)
@@ -153,10 +164,11 @@ def test_rates(
                 _say(f"{name}: {runs[mix][-1].rate:.2f} samples/s, machine {1e3 * runs[mix][-1].machine_s:.2f} ms")
         for mix, workload in workloads.items():
             config = config_of(workload, case, f"{case.name}-{mix}-asked", steps)
-            others = [each.directory for other, found in runs.items() if other != mix for each in found]
-            fitted = predicted_rate(config, case, calibrate_runs(others, file).profile) if others else None
+            others = tuple(each for other, found in runs.items() if other != mix for each in found)
+            directories = [each.directory for each in others]
+            fitted = predicted_rate(config, case, calibrate_runs(directories, file).profile) if others else None
             plain = predicted_rate(config, case, profile)
-            tested.append(Tested(f"{label}.{case.name}.{mix}", tuple(runs[mix]), plain, fitted))
+            tested.append(Tested(f"{label}.{case.name}.{mix}", tuple(runs[mix]), plain, fitted, others))
             _say_tested(tested[-1])
     return tested
 
@@ -183,8 +195,8 @@ def figures_of(tested: Sequence[Tested], counted: Sequence[Counted]) -> list[Fig
     figures = []
     for each in tested:
         note = f"measured {each.rate:.3g} samples/s, {len(each.runs)} runs within {100 * each.spread:.1f} %"
-        if each.calibrated_error is not None:
-            note += f", calibrated {100 * each.calibrated_error:+.1f} %"
+        if each.calibrated_error is not None and each.scaled_error is not None:
+            note += f", calibrated {100 * each.calibrated_error:+.1f} %, scaled {100 * each.scaled_error:+.1f} %"
         figures.append(Figure(f"{each.label}.error", each.error, "of the rate", note=note))
     for count in counted:
         note = f"measured {count.measured / 2**20:.1f} MiB, planned {count.planned / 2**20:.1f}"
@@ -209,6 +221,9 @@ def _rate_figures(tested: Sequence[Tested]) -> Iterator[Figure]:
     if known:
         note = f"median {median(known):.4f}, worst {max(known):.4f}"
         yield at_most("mean error, calibrated on other runs", fmean(known), "of the rate", 0.024, note)
+        scaled = [abs(each.scaled_error) for each in tested if each.scaled_error is not None]
+        note = f"median {median(scaled):.4f}, worst {max(scaled):.4f}"
+        yield Figure("the same, scaled to the machine's speed", fmean(scaled), "of the rate", note=note)
     yield Figure("spread of a case's runs", median(each.spread for each in tested), "of the rate", note="median")
     machine = [run.machine_s for each in tested for run in each.runs]
     note = f"from {1e3 * min(machine):.2f} ms, median {1e3 * median(machine):.2f} ms"

@@ -81,6 +81,7 @@ def calibrate_runs(roots: Sequence[Path], profile: Path | None = None) -> Calibr
         added = [fit.add(step, pairs) for step in _traced(run.files, run.config)]
         if not any(added):
             raise ConfigError(f"{run.files.root}: {_NO_STEP}")
+        fit.end(pairs)
         num_steps += sum(added)
     times = every[0]
     found = base or Profile(times.device.name, facts, library_versions())

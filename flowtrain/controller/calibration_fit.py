@@ -19,7 +19,15 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.actor_specs import actor_specs_of
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
-from flowtrain.costs.calibration import FEWEST, Calibration, factor, robust_mean, robust_remainder
+from flowtrain.costs.calibration import (
+    FEWEST,
+    Calibration,
+    DeviceTotal,
+    factor,
+    robust_mean,
+    robust_remainder,
+    shared_factors,
+)
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.costs.profiled_times import CPU
@@ -35,8 +43,6 @@ from flowtrain.types.messages import Span
 FORWARD, BACKWARD, UPDATE, ENCODE, DECODE = "forward", "backward", "optimizer", "encode", "decode"
 WORK = (FORWARD, BACKWARD, UPDATE, ENCODE, DECODE)
 """Names of the spans that are compared."""
-SHARED = "shared"
-"""Kind of pairs: all that a device does in a step, where processes or threads share it."""
 _COORDINATES = re.compile(r"backbone-dp(\d+)-pp(\d+)-tp(\d+)")
 
 
@@ -85,6 +91,8 @@ class Pairs:
     predicted: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
     joined: list[tuple[JoinedPass, ...]] = field(default_factory=list)
     """Passes of the ranks that meet in their collectives."""
+    devices: list[DeviceTotal] = field(default_factory=list)
+    """All that a device does in a run, where processes or threads share it."""
     host_s: list[float] = field(default_factory=list)
     """Of each step: seconds that are neither its ranks' work nor waits for data."""
 
@@ -97,8 +105,8 @@ class Pairs:
     def calibration(self, run: str, encoders: Sequence[str]) -> Calibration:
         """Return the factors."""
         factors = {kind: factor(self.measured[kind], self.predicted[kind]) for kind in self._known()}
-        shared = factors.get(SHARED, 1.0)
-        backbone, collectives = factors.get(BACKBONE, shared), shared
+        backbone, encoder = shared_factors(self.devices)
+        backbone = collectives = factors.get(BACKBONE, backbone)
         if len(self.joined) >= FEWEST:
             # The rank that comes last waits for no other; the others' waits are none of the collectives' time.
             last = [max(ranks, key=lambda each: each.meeting_s(backbone)) for ranks in self.joined]
@@ -109,10 +117,11 @@ class Pairs:
             else:  # every pass has collectives, so both get one factor
                 backbone = collectives = factor(took, [sum(each) for each in zip(computing, joined, strict=True)])
         counted = sum(len(self.measured[kind]) for kind in factors)
+        counted += sum(total.num_steps for total in self.devices)
         return Calibration(
             run=run,
             backbone=backbone,
-            encoders={name: factors.get(name, shared) for name in encoders},
+            encoders={name: factors.get(name, encoder) for name in encoders},
             collectives=collectives,
             optimizer=factors.get(UPDATE, 1.0),
             step_host_s=robust_mean(self.host_s) if self.host_s else None,
@@ -128,7 +137,7 @@ class Fit:
 
     Where an encoder's actor shares its device with a rank (``colocated``, or one device for all), or a rank's device
     decodes images (``monolithic`` on CPUs), a span's end tells little of its own work. There all that a device does
-    in a step is one pair.
+    in a step counts as one; devices with other shares of both kinds of work tell them apart.
     """
 
     def __init__(self, config: RunConfig, planned: Planned, times: DeviceTimes) -> None:
@@ -154,6 +163,7 @@ class Fit:
         self._modules = {spec.name: spec.module for spec in traced}
         self._places = {spec.name: str(spec.index) if self._with_encoders else spec.name for spec in traced}
         self._replicas = {str(index): degrees.coordinates(index)[0] for index in range(degrees.world_size)}
+        self._device_steps: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
 
     def add(self, step: TracedStep, pairs: Pairs) -> bool:
         """Add what a step's spans took and should have taken; add nothing, and return False, if it cannot count."""
@@ -181,13 +191,18 @@ class Fit:
                 replicas[self._replicas[place]] += each.spans
         pairs.joined += map(tuple, meetings.values())
         if self._shares:
-            for each in self._of_the_last(shared):
-                pairs.add(SHARED, step.seconds_of(each.spans), each.predicted_s)
+            for place, each in self._of_the_last(shared).items():
+                self._device_steps[place].append((step.seconds_of(each.spans), each.backbone_s, each.encoder_s))
         busy = [self._busy_s(step, spans) for spans in replicas.values()]
         known = [each for each in busy if each is not None]
         if known and len(known) == len(busy):
             pairs.host_s.append(max(0.0, step.seconds - step.starved_s - fmean(known)))
         return True
+
+    def end(self, pairs: Pairs) -> None:
+        """Add what is known once all steps were added."""
+        totals = (DeviceTotal.of(*zip(*steps, strict=True)) for steps in self._device_steps.values())
+        pairs.devices += [total for total in totals if total is not None]
 
     def _is_whole(self, by_actor: Mapping[str, Sequence[Span]]) -> bool:
         """Whether no stage has a microbatch twice, as beside an evaluation, or where a step was begun again."""
@@ -233,15 +248,15 @@ class Fit:
         _, transfers = self._simulator.durations(program, self._columns(sizes[0].astype(np.float64), sizes[1]))
         return Timeline(program, seconds, transfers, buffered=self._on_cpu).makespan_s + max(updates)
 
-    def _of_the_last(self, shared: Mapping[str, _Shared]) -> Iterable[_Shared]:
+    def _of_the_last(self, shared: Mapping[str, _Shared]) -> dict[str, _Shared]:
         """Of devices whose replicas meet in a step, that with the most to do: the others' spans have waits for it."""
-        found: dict[tuple[int, ...], _Shared] = {}
+        found: dict[tuple[int, ...], str] = {}
         for place, each in shared.items():
             coordinates = self._degrees.coordinates(int(place)) if self._with_encoders else _coordinates(place)
             key = coordinates[1:]
-            if key not in found or each.predicted_s > found[key].predicted_s:
-                found[key] = each
-        return found.values()
+            if key not in found or each.predicted_s > shared[found[key]].predicted_s:
+                found[key] = place
+        return {place: shared[place] for place in found.values()}
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -260,7 +275,8 @@ class Fit:
             computing = self._computing_s(stage, found)
             collectives = self._collectives_s(stage, found, computing)
             if self._shares:
-                shared.add(found, self._slowdown * float((computing + collectives).sum()))
+                predicted = self._slowdown * float((computing + collectives).sum())
+                shared.add(found, predicted, of_encoder=stage.module is StageModule.ENCODER)
                 continue
             for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
                 measured = step.seconds_of([span])
@@ -322,7 +338,7 @@ class Fit:
         patches = np.full(num_images, self._mean_patches(name))
         predicted = float(self._times.each_forward_s(name, patches, tp).sum())
         if self._shares:
-            shared.add(work, self._slowdown * predicted)
+            shared.add(work, self._slowdown * predicted, of_encoder=True)
         else:
             pairs.add(name, step.seconds_of(work), predicted)
 
@@ -358,11 +374,20 @@ class _Shared:
     """What a device did in a step."""
 
     spans: list[Span] = field(default_factory=list)
-    predicted_s: float = 0.0
+    backbone_s: float = 0.0
+    """Predicted."""
+    encoder_s: float = 0.0
 
-    def add(self, spans: Iterable[Span], predicted_s: float) -> None:
+    @property
+    def predicted_s(self) -> float:
+        return self.backbone_s + self.encoder_s
+
+    def add(self, spans: Iterable[Span], predicted_s: float, *, of_encoder: bool) -> None:
         self.spans += spans
-        self.predicted_s += predicted_s
+        if of_encoder:
+            self.encoder_s += predicted_s
+        else:
+            self.backbone_s += predicted_s
 
 
 def traced_steps(spans: Sequence[Span], lines: Sequence[dict[str, Any]], scale: float) -> Iterator[TracedStep]:

@@ -18,6 +18,8 @@ FEWEST = 8
 """Spans of a kind that tell its factor; with fewer it stays 1."""
 LEAST = 0.05
 """The least factor of a part whose time is the rest of what was measured."""
+_APART, _NOISE = 0.2, 0.03
+"""Shares by which factors of work that shares a device usually differ, and by which a run's totals are off."""
 _DEVIATIONS = 3.0
 _MAD_TO_STANDARD_DEVIATION = 1.4826
 
@@ -89,6 +91,46 @@ def robust_remainder(measured: Sequence[float], known: Sequence[float], predicte
     times, rest, guesses = np.asarray(measured), np.asarray(known), np.asarray(predicted)
     kept = _no_outliers(times / (rest + guesses))
     return max(LEAST, float((times - rest)[kept].sum() / guesses[kept].sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTotal:
+    """What a device did in the steps of a run, in seconds: all of it, and predictions of both kinds of work."""
+
+    measured_s: float
+    backbone_s: float
+    encoder_s: float
+    num_steps: int
+
+    @classmethod
+    def of(cls, measured: Sequence[float], backbone: Sequence[float], encoder: Sequence[float]) -> DeviceTotal | None:
+        """Sum steps whose ratio of measured to predicted is no outlier; None if nothing was predicted."""
+        steps = np.array([measured, backbone, encoder])
+        steps = steps[:, steps[1:].sum(axis=0) > 0.0]
+        if not steps.size:
+            return None
+        kept = steps[:, _no_outliers(steps[0] / steps[1:].sum(axis=0))]
+        measured_s, backbone_s, encoder_s = kept.sum(axis=1).tolist()
+        return cls(measured_s, backbone_s, encoder_s, kept.shape[1])
+
+
+def shared_factors(totals: Sequence[DeviceTotal]) -> tuple[float, float]:
+    """Return the factors of the backbone's and of an encoder's work on devices that do both; never below ``LEAST``.
+
+    They are the likeliest if the two differ by ``_APART`` and totals are off by ``_NOISE`` (one standard deviation
+    each). So devices whose work is alike get about one factor for all of it, since they say nothing of its parts.
+    1 for fewer steps than ``FEWEST``.
+    """
+    if sum(total.num_steps for total in totals) < FEWEST:
+        return 1.0, 1.0
+    measured = np.array([total.measured_s for total in totals])
+    parts = np.array([[total.backbone_s, total.encoder_s] for total in totals])
+    common = float(measured.sum() / parts.sum())
+    weights = 1.0 / (_NOISE * measured)
+    prior = np.array([1.0, -1.0]) / (_APART * common)
+    found = np.linalg.lstsq(np.vstack([parts * weights[:, None], prior]), np.append(measured * weights, 0.0))[0]
+    backbone, encoder = np.maximum(found, LEAST).tolist()
+    return backbone, encoder
 
 
 class CalibratedTimes:

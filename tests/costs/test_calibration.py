@@ -20,9 +20,11 @@ from flowtrain.costs.calibration import (
     LEAST,
     CalibratedTimes,
     Calibration,
+    DeviceTotal,
     factor,
     robust_mean,
     robust_remainder,
+    shared_factors,
 )
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
@@ -52,6 +54,37 @@ def test_the_rest_of_what_was_measured_tells_its_own_factor(true: float, predict
     assert robust_remainder(measured, rest, predicted) == pytest.approx(true)
     assert robust_remainder(measured[1:FEWEST], rest[1:FEWEST], predicted[1:FEWEST]) == 1.0, "too few say nothing"
     assert robust_remainder(rest, [2.0 * each for each in measured], predicted) == LEAST, "less than what is known"
+
+
+FACTORS = st.floats(0.8, 1.6)
+
+
+@given(FACTORS, FACTORS, st.floats(0.05, 0.95))
+def test_devices_with_other_shares_of_work_tell_its_factors_apart(
+    backbone: float, encoder: float, share: float
+) -> None:
+    totals = [
+        DeviceTotal(10.0 * (part * backbone + (1.0 - part) * encoder), 10.0 * part, 10.0 * (1.0 - part), FEWEST)
+        for part in (share, 1.0, 0.0)
+    ]
+    assert shared_factors(totals) == pytest.approx((backbone, encoder), rel=0.05)
+    alike = shared_factors(totals[:1] * 3)
+    together = share * backbone + (1.0 - share) * encoder
+    assert share * alike[0] + (1.0 - share) * alike[1] == pytest.approx(together, rel=0.01)
+    assert alike[0] == pytest.approx(alike[1], rel=0.02), "one kind of total says nothing of its parts"
+    few = [DeviceTotal(1.0, 1.0, 1.0, FEWEST - 1)]
+    assert shared_factors(few) == (1.0, 1.0), "too few steps say nothing"
+
+
+@given(st.lists(st.floats(0.1, 1.0), min_size=20, max_size=40), st.integers(0, 3))
+def test_a_total_leaves_out_stalled_steps(backbone: list[float], stalls: int) -> None:
+    measured = [1.2 * each + 0.12 for each in backbone]
+    for number in range(stalls):
+        measured[number] *= 50.0
+    total = DeviceTotal.of(measured, backbone, [0.1] * len(backbone))
+    assert total is not None and total.num_steps <= len(backbone) - stalls
+    assert total.measured_s == pytest.approx(1.2 * (total.backbone_s + total.encoder_s))
+    assert DeviceTotal.of([1.0], [0.0], [0.0]) is None
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))

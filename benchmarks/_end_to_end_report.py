@@ -9,7 +9,7 @@ from statistics import median
 import matplotlib
 from _end_to_end_auto import AUTO
 from _end_to_end_contest import BLIND
-from _end_to_end_figures import ABLATIONS, Rounds, is_ablation, rates
+from _end_to_end_figures import ABLATIONS, Rounds, is_ablation, paired, rates
 from _end_to_end_peers import PEERS
 from _end_to_end_store import Record, Setting
 from _modes_data import ROOT
@@ -32,9 +32,10 @@ CONDITIONS = (
     "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Ray Data encodes "
     "ahead through all samples, so there the whole run counts, from the first encoded sample on. Other machines on the "
     "same host slow this one down for seconds or minutes. So a probe watches its speed, and runs while it was more "
-    "than 5 % slower than in the setting's other runs are repeated. *Starved* is the share of its time in which the "
-    "backbone waits for data, *copied* what processes copy out of the pool and into it, *peak memory* that of all "
-    "actors together."
+    "than 5 % slower than in the setting's other runs are repeated. Rounds still differ: compare by *`auto` over it*, "
+    "the median ratio of the rounds that both have, and not by tokens/s where one has fewer rounds. *Starved* is the "
+    "share of its time in which the backbone waits for data, *copied* what processes copy out of the pool and into it, "
+    "*peak memory* that of all actors together."
 )
 
 
@@ -53,9 +54,11 @@ def page(
     seen = machine()
     host = f"{seen['cpu']}, {seen['cores']} cores, {seen['memory_gib']} GiB, no accelerator"
     lines = ["# End to end: all modes, ablations, `mode: auto`, and what else there is", "", "```"]
-    lines += [shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *arguments]), "```", ""]
+    lines += [shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *_without_places(arguments)]), "```", ""]
     lines += [f"Commit {commit()}. Machine: {host}, Python {seen['python']}, torch {seen['torch']}.", ""]
-    lines += [CONDITIONS, "", NORMALISATION, "", f"![Tokens a second of each]({PICTURE.name})"]
+    lines += [CONDITIONS, "", NORMALISATION, ""]
+    lines += [f"The runs, trials and profiles behind it are in [{PAGE.stem}]({PAGE.stem}).", ""]
+    lines += [f"![Tokens a second of each over those of auto]({PICTURE.name})"]
     for setting, rounds in found.items():
         lines += ["", f"## {setting.model}, {setting.mix}", "", f"Lengths: {origins[setting]}.", ""]
         lines += _rates_table(rounds)
@@ -63,6 +66,14 @@ def page(
         if predicted := [each for each in figures if each.name.startswith(f"{setting.label}.planned.")]:
             lines += ["", *_plan_table(setting, rounds, predicted)]
     return lines
+
+
+def _without_places(arguments: Sequence[str]) -> list[str]:
+    """The command's arguments, without where directories are on this machine."""
+    return [
+        "DIRECTORY" if before in ("--traces", "--models-dir", "--directory") else each
+        for before, each in zip(["", *arguments], arguments, strict=False)
+    ]
 
 
 def _rates_table(rounds: Rounds) -> list[str]:
@@ -76,6 +87,8 @@ def _rates_table(rounds: Rounds) -> list[str]:
         ratios = [auto[number].tokens_per_s / run.tokens_per_s for number, run in runs.items() if number in auto]
         first = next(iter(runs.values()))
         spread = f"{min(rates(runs)):.0f} to {max(rates(runs)):.0f} in {len(runs)} rounds"
+        if len(runs) == 1:
+            spread = "one run"
         over = f"{median(ratios):.3f}" if ratios and name != AUTO else "-"
         details = [
             _middle(runs, "starved_share", "{:.3f}"),
@@ -97,7 +110,7 @@ def _title(name: str) -> str:
     if name in PEERS:
         return PEERS[name].title
     if name == BLIND:
-        return f"`{name}`, the bound without images"
+        return f"`{name}`, without images"
     if is_ablation(name):
         return f"`{name}`, an ablation" + (f" of `{ABLATIONS[name]}`" if name in ABLATIONS else "")
     return f"`{name}`"
@@ -123,7 +136,7 @@ def _plan_table(setting: Setting, rounds: Rounds, predicted: Sequence[Figure]) -
 
 
 def draw(found: dict[Setting, Rounds]) -> None:
-    """Draw the rates of each setting, as bars with the range of the rounds."""
+    """Draw the rates of each setting over ``auto``'s in the same round, as bars with the range of the rounds."""
     matplotlib.use("svg")
     from matplotlib import pyplot
 
@@ -134,16 +147,17 @@ def draw(found: dict[Setting, Rounds]) -> None:
     size = (4.2 * columns, (0.6 + 0.19 * most) * lines)
     figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     for axis, (setting, rounds) in zip(axes.flat, found.items(), strict=False):
-        names = sorted(rounds, key=lambda name: median(rates(rounds[name])))
-        middles = [median(rates(rounds[name])) for name in names]
+        shares = {name: ratios for name in rounds if (ratios := paired(rounds, name, AUTO))}
+        names = sorted(shares, key=lambda name: median(shares[name]))
+        middles = [median(shares[name]) for name in names]
         spread = [
-            [middle - min(rates(rounds[name])) for name, middle in zip(names, middles, strict=True)],
-            [max(rates(rounds[name])) - middle for name, middle in zip(names, middles, strict=True)],
+            [middle - min(shares[name]) for name, middle in zip(names, middles, strict=True)],
+            [max(shares[name]) - middle for name, middle in zip(names, middles, strict=True)],
         ]
         colours = [BEST if name == AUTO else THEIRS if name in PEERS else OURS for name in names]
         titles = [PEERS[name].title if name in PEERS else name for name in names]
         axis.barh(titles, middles, xerr=spread, color=colours, ecolor=GREY, error_kw={"linewidth": 0.8})
-        axis.set_title(f"{setting.model}, {setting.mix}: tokens/s", color=GREY)
+        axis.set_title(f"{setting.model}, {setting.mix}: tokens/s over auto's", color=GREY)
         axis.tick_params(colors=GREY)
         for side, spine in axis.spines.items():
             spine.set_visible(side in ("left", "bottom"))

@@ -26,16 +26,16 @@ NORMALISATION = (
 )
 CONDITIONS = (
     "Two pinned cores, real compute, float32, AdamW with clipping, the same samples in the same order from the same "
-    "weights. Real tokens a second, after warm-up and before the last steps; padding does not count. All ran one after "
-    "another in every round, each order rotated. Each peer has the best of the settings that short trials found: one "
-    "process with two threads or two with one, microbatches of one sample or as many as fit, and for both trainers "
-    "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Ray Data encodes "
-    "ahead through all samples, so there the whole run counts, from the first encoded sample on. Other machines on the "
-    "same host slow this one down for seconds or minutes. So a probe watches its speed, and runs while it was more "
-    "than 5 % slower than in the setting's other runs are repeated. Rounds still differ: compare by *`auto` over it*, "
-    "the median ratio of the rounds that both have, and not by tokens/s where one has fewer rounds. *Starved* is the "
-    "share of its time in which the backbone waits for data, *copied* what processes copy out of the pool and into it, "
-    "*peak memory* that of all actors together."
+    "weights. Real tokens a second, after warm-up and before the last steps; padding does not count. In a round all "
+    "ran one after another, each order rotated; later rounds may be of fewer. Each peer has the best of the settings "
+    "that short trials found: one process with two threads or two with one, microbatches of one sample or as many as "
+    "fit, and for both trainers samples in order or sorted by cost within a step (`train_sampling_strategy: "
+    "batch_rebalance`). Ray Data encodes ahead through all samples, so there the whole run counts, from the first "
+    "encoded sample on. Other machines on the same host slow this one down for seconds or minutes. So a probe watches"
+    " its speed, and runs while it was more than 5 % slower than in the setting's other runs are repeated. Rounds "
+    "still differ: compare by *`auto` over it*, the median ratio of the rounds that both have, and not by tokens/s "
+    "where one has fewer rounds. *Starved* is the share of its time in which the backbone waits for data, *copied* "
+    "what processes copy out of the pool and into it, *peak memory* that of all actors together."
 )
 
 
@@ -82,7 +82,7 @@ def _rates_table(rounds: Rounds) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     auto = rounds.get(AUTO, {})
-    for name in sorted(rounds, key=lambda name: -median(rates(rounds[name]))):
+    for name in sorted(rounds, key=lambda name: -median(paired(rounds, name, AUTO) or [0.0])):
         runs = rounds[name]
         ratios = [auto[number].tokens_per_s / run.tokens_per_s for number, run in runs.items() if number in auto]
         first = next(iter(runs.values()))

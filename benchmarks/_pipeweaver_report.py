@@ -190,7 +190,7 @@ def _grids(grids: Sequence[Grid]) -> Iterator[str]:
         "",
         "Norms and residuals are split by tokens (Megatron-LM's sequence parallelism), in the encoder too: with its"
         " hidden states whole on each rank of a tensor parallel group, the paper's optimum would take"
-        f" {grids[0].whole.peak_nbytes / _GIB:.0f} GiB with gradients summed once a step, and not fit. The paper gives"
+        f" {grids[0].whole.peak_nbytes / _GIB:.0f} GiB of 74.5 with gradients summed once a step. The paper gives"
         " no batch; bubbles depend on it. It cuts a microbatch's images into parts of twelve and limits memory while it"
         " schedules; 1F1B here runs all images of a microbatch at once, and keeps more of them.",
     )
@@ -205,9 +205,9 @@ def _xl(cell: Cell, seconds: float) -> Iterator[str]:
         f"A step of {cell.degrees} with 32 sequences a replica, all 128 replicas different, is timed in {seconds:.1f} s"
         f" on one core, with the memory of every rank (target: 60 s). Its MFU is {cell.step.mfu:.3f} by 1F1B with full"
         f" recomputation and bubbles of {cell.step.bubble:.1%}; PipeWeaver's searched schedule reaches 0.36 in its own"
-        f" simulation (figure 14). The fullest rank would hold {cell.step.peak_nbytes / 1e9:.0f} GB, and an H100 has"
-        " 80: all images of a microbatch are in the encoder at once. So this plan is timed, but could not run as it"
-        " is.",
+        f" simulation (figure 14). The fullest rank would hold {cell.step.peak_nbytes / 1e9:.0f} GB, and of an H100's"
+        " 80 a plan takes 92 %: all images of a microbatch are in the encoder at once. So this plan is timed, but could"
+        " not run as it is.",
     )
 
 

@@ -105,8 +105,8 @@ class Pairs:
     def calibration(self, run: str, encoders: Sequence[str]) -> Calibration:
         """Return the factors."""
         factors = {kind: factor(self.measured[kind], self.predicted[kind]) for kind in self._known()}
-        backbone, encoder = shared_factors(self.devices)
-        backbone = collectives = factors.get(BACKBONE, backbone)
+        collectives, encoder = shared_factors(self.devices)
+        backbone = factors.get(BACKBONE, collectives)
         if len(self.joined) >= FEWEST:
             # The rank that comes last waits for no other; the others' waits are none of the collectives' time.
             last = [max(ranks, key=lambda each: each.meeting_s(backbone)) for ranks in self.joined]
@@ -117,7 +117,8 @@ class Pairs:
             else:  # every pass has collectives, so both get one factor
                 backbone = collectives = factor(took, [sum(each) for each in zip(computing, joined, strict=True)])
         counted = sum(len(self.measured[kind]) for kind in factors)
-        counted += sum(total.num_steps for total in self.devices)
+        num_steps = sum(total.num_steps for total in self.devices)
+        counted += num_steps if num_steps >= FEWEST else 0
         return Calibration(
             run=run,
             backbone=backbone,
@@ -253,9 +254,11 @@ class Fit:
         found: dict[tuple[int, ...], str] = {}
         for place, each in shared.items():
             coordinates = self._degrees.coordinates(int(place)) if self._with_encoders else _coordinates(place)
-            key = coordinates[1:]
-            if key not in found or each.predicted_s > shared[found[key]].predicted_s:
-                found[key] = place
+            _, *key, tp_rank = coordinates
+            if tp_rank:
+                continue  # ranks of a tensor parallel group do the same
+            if tuple(key) not in found or each.predicted_s > shared[found[tuple(key)]].predicted_s:
+                found[tuple(key)] = place
         return {place: shared[place] for place in found.values()}
 
     # --- ranks ------------------------------------------------------------------------------------------------------
@@ -275,8 +278,9 @@ class Fit:
             computing = self._computing_s(stage, found)
             collectives = self._collectives_s(stage, found, computing)
             if self._shares:
-                predicted = self._slowdown * float((computing + collectives).sum())
-                shared.add(found, predicted, of_encoder=stage.module is StageModule.ENCODER)
+                of_encoder = stage.module is StageModule.ENCODER
+                shared.add(found, self._slowdown * float(computing.sum()), of_encoder=of_encoder)
+                shared.add((), self._slowdown * float(collectives.sum()), of_encoder=False)
                 continue
             for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
                 measured = step.seconds_of([span])

@@ -18,8 +18,10 @@ FEWEST = 8
 """Spans of a kind that tell its factor; with fewer it stays 1."""
 LEAST = 0.05
 """The least factor of a part whose time is the rest of what was measured."""
-_APART, _NOISE = 0.2, 0.03
-"""Shares by which factors of work that shares a device usually differ, and by which a run's totals are off."""
+_APART = 0.2
+"""Share by which factors of work that shares a device usually differ."""
+_NOISE, _STEP_NOISE = 0.03, 0.1
+"""Shares by which a run's totals are off, and, in addition, each of its steps."""
 _DEVIATIONS = 3.0
 _MAD_TO_STANDARD_DEVIATION = 1.4826
 
@@ -101,6 +103,7 @@ class DeviceTotal:
     backbone_s: float
     encoder_s: float
     num_steps: int
+    """With those that are left out."""
 
     @classmethod
     def of(cls, measured: Sequence[float], backbone: Sequence[float], encoder: Sequence[float]) -> DeviceTotal | None:
@@ -111,22 +114,23 @@ class DeviceTotal:
             return None
         kept = steps[:, _no_outliers(steps[0] / steps[1:].sum(axis=0))]
         measured_s, backbone_s, encoder_s = kept.sum(axis=1).tolist()
-        return cls(measured_s, backbone_s, encoder_s, kept.shape[1])
+        return cls(measured_s, backbone_s, encoder_s, steps.shape[1])
 
 
 def shared_factors(totals: Sequence[DeviceTotal]) -> tuple[float, float]:
     """Return the factors of the backbone's and of an encoder's work on devices that do both; never below ``LEAST``.
 
-    They are the likeliest if the two differ by ``_APART`` and totals are off by ``_NOISE`` (one standard deviation
-    each). So devices whose work is alike get about one factor for all of it, since they say nothing of its parts.
-    1 for fewer steps than ``FEWEST``.
+    They are the likeliest if the two differ by ``_APART``, totals are off by ``_NOISE`` and steps by ``_STEP_NOISE``
+    (one standard deviation each). So devices whose work is alike get about one factor for all of it, since they say
+    nothing of its parts. 1 for fewer steps than ``FEWEST``.
     """
     if sum(total.num_steps for total in totals) < FEWEST:
         return 1.0, 1.0
     measured = np.array([total.measured_s for total in totals])
     parts = np.array([[total.backbone_s, total.encoder_s] for total in totals])
     common = float(measured.sum() / parts.sum())
-    weights = 1.0 / (_NOISE * measured)
+    num_steps = np.array([total.num_steps for total in totals])
+    weights = 1.0 / (measured * np.sqrt(_NOISE**2 + _STEP_NOISE**2 / num_steps))
     prior = np.array([1.0, -1.0]) / (_APART * common)
     found = np.linalg.lstsq(np.vstack([parts * weights[:, None], prior]), np.append(measured * weights, 0.0))[0]
     backbone, encoder = np.maximum(found, LEAST).tolist()

@@ -83,9 +83,9 @@ def _convolution(embedding: nn.Module) -> nn.Conv2d:
 
 
 def _fails(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
-    """Whether torch 2.13 gets an image of this size wrong: in bfloat16 on CPUs with AMX, one patch wide and five high.
+    """Whether torch may get images of this size wrong: in bfloat16 on a CPU, one patch wide.
 
-    Its convolution then returns what was in memory, or infinities.
+    On CPUs with AMX the convolution of torch 2.13 returns what was in memory if they are five patches high or more.
     """
     is_half = conv.weight.device.type == "cpu" and conv.weight.dtype == torch.bfloat16
     return is_half and size[1] // conv.kernel_size[1] == 1

@@ -64,7 +64,7 @@ def test_devices_with_other_shares_of_work_tell_its_factors_apart(
     backbone: float, encoder: float, share: float
 ) -> None:
     totals = [
-        DeviceTotal(10.0 * (part * backbone + (1.0 - part) * encoder), 10.0 * part, 10.0 * (1.0 - part), FEWEST)
+        DeviceTotal(10.0 * (part * backbone + (1.0 - part) * encoder), 10.0 * part, 10.0 * (1.0 - part), 100)
         for part in (share, 1.0, 0.0)
     ]
     assert shared_factors(totals) == pytest.approx((backbone, encoder), rel=0.05)
@@ -72,6 +72,9 @@ def test_devices_with_other_shares_of_work_tell_its_factors_apart(
     together = share * backbone + (1.0 - share) * encoder
     assert share * alike[0] + (1.0 - share) * alike[1] == pytest.approx(together, rel=0.01)
     assert alike[0] == pytest.approx(alike[1], rel=0.02), "one kind of total says nothing of its parts"
+    stalled = DeviceTotal(50.0, 10.0 * share, 10.0 * (1.0 - share), 1)
+    odd = shared_factors([*totals, stalled])
+    assert odd == pytest.approx((backbone, encoder), rel=0.2), "a total of one step counts little"
     few = [DeviceTotal(1.0, 1.0, 1.0, FEWEST - 1)]
     assert shared_factors(few) == (1.0, 1.0), "too few steps say nothing"
 
@@ -82,7 +85,7 @@ def test_a_total_leaves_out_stalled_steps(backbone: list[float], stalls: int) ->
     for number in range(stalls):
         measured[number] *= 50.0
     total = DeviceTotal.of(measured, backbone, [0.1] * len(backbone))
-    assert total is not None and total.num_steps <= len(backbone) - stalls
+    assert total is not None and total.num_steps == len(backbone)
     assert total.measured_s == pytest.approx(1.2 * (total.backbone_s + total.encoder_s))
     assert DeviceTotal.of([1.0], [0.0], [0.0]) is None
 

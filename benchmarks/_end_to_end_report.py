@@ -57,7 +57,7 @@ def page(
     lines += [shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *_without_places(arguments)]), "```", ""]
     lines += [f"Commit {commit()}. Machine: {host}, Python {seen['python']}, torch {seen['torch']}.", ""]
     lines += [CONDITIONS, "", NORMALISATION, ""]
-    lines += [f"The runs, trials and profiles behind it are in [{PAGE.stem}]({PAGE.stem}).", ""]
+    lines += [f"[{PAGE.stem}]({PAGE.stem}) has its runs, trials and profiles.", ""]
     lines += [f"![Tokens a second of each over those of auto]({PICTURE.name})"]
     for setting, rounds in found.items():
         lines += ["", f"## {setting.model}, {setting.mix}", "", f"Lengths: {origins[setting]}.", ""]

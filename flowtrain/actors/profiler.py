@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flowtrain.actors.link import Answering, CoordinatorLink
+from flowtrain.actors.replica_channel import channel_of
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_shapes import Mix, batch_sizes, image_sizes
 from flowtrain.costs.profile_together import Sharded
@@ -34,6 +35,8 @@ from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, Enco
 from flowtrain.types.samples import SampleRef
 
 _CALLS, _PAUSE_S = 50, 0.01
+_ORDER = bytes(1 << 13)
+"""As long as the texts of a thousand tokens."""
 _FED = 256
 """About so many samples are fed."""
 _ENDLESS = 10**6
@@ -132,6 +135,22 @@ class Profiler:
         backbone = self._config.backbone.model_copy(update={"sharding": sharding, "hybrid_shard_size": None})
         config = self._config.model_copy(update={"backbone": backbone})
         return self._backbone(config, time.process_time).replica_steps(mixes)
+
+    def messages_s(self) -> float:
+        """Return a rank's processor seconds for what a replica's ranks tell each other of a microbatch; collective.
+
+        With pauses, as in a run: its threads sleep in between, and caches are cold.
+        """
+        channel = channel_of(self._group.process_group)
+        started_s = None
+        for number in range(1 + _CALLS):
+            time.sleep(_PAUSE_S)
+            channel.share(_ORDER)
+            channel.highest(0)
+            if number == 0:  # connects
+                started_s = time.process_time()
+        assert started_s is not None
+        return (time.process_time() - started_s) / _CALLS
 
     def hold_backbone(self, mix: Mix) -> float:
         """Make steps of the backbone this process's share of a device; returns the seconds of one."""

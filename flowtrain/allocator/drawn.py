@@ -129,7 +129,7 @@ class _Microbatches:
         together = num_images.sum() / np.maximum(np.count_nonzero(num_images), 1)
         encoder = packed.sums(times.images_s(name, degrees.tp, together=together)).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
-        stages = loads.stage_s(encoder, *parts) + times.microbatch_s()
+        stages = loads.stage_s(encoder, *parts) + times.microbatch_s(columns.pp * columns.tp)
         held, mean = monolithic.held(request, columns, loads), stages.mean(axis=0)
         each = surrogate.slot_times(columns, tokens, stages.max(axis=0), held)
         fill = fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean)

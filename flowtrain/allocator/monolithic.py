@@ -150,7 +150,7 @@ def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, pl
     tokens = request.workload.fullest_tokens(columns.dp) / num_microbatches
     encoder = images_of_rank_s(request, surrogate, columns) / num_microbatches
     parts = times.layer_s(tokens, tp), times.connector_s(tokens, tp), times.head_s(tokens, tp)
-    stages = loads.stage_s(encoder, *parts) + times.microbatch_s()
+    stages = loads.stage_s(encoder, *parts) + times.microbatch_s(columns.pp * columns.tp)
     step = surrogate.step_of(
         columns, num_microbatches, tokens, stages.max(axis=0), stages.mean(axis=0), held(request, columns, loads)
     )

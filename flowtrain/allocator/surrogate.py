@@ -255,7 +255,8 @@ class Surrogate:
             alone = depth * layer + connector + head
             slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
             mean[at] = alone / columns.pp[at]
-        calls = times.microbatch_s()  # once for each rank, which fetches the microbatch for all its chunks
+        # Once for each rank, which fetches the microbatch for all its chunks.
+        calls = times.microbatch_s(columns.pp * columns.tp)
         return slowest + calls, mean + calls
 
     def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:

@@ -71,6 +71,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     ]
     rest = [
         ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector{forward}"),
+        *_messages(steps.messages_s),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
@@ -78,6 +79,11 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     yield facts_table([*images, *_together(profile), *rest])
     if profile.trials:
         yield _trials(profile)
+
+
+def _messages(seconds: float) -> Iterator[tuple[str, str]]:
+    if seconds:
+        yield "ranks of a replica", f"{1e3 * seconds:.3g} ms each to tell each other of a microbatch"
 
 
 def _together(profile: Profile) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from flowtrain.controller.planning.planned_run import planned_samples, workload_
 from flowtrain.controller.prepare import RunSpec, prepare, splits_tensors
 from flowtrain.controller.profiling_actors import Profilers
 from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, mean_steps, slowest_facts
-from flowtrain.controller.profiling_together import measure_interference, measure_replicas
+from flowtrain.controller.profiling_together import OfTwo, measure_interference, measure_two
 from flowtrain.controller.trials import run_trials
 from flowtrain.costs.profile import (
     ImageCosts,
@@ -39,7 +39,6 @@ from flowtrain.costs.profile_together import (
     REPLICA_CALLS,
     HostCosts,
     Interference,
-    Sharded,
     replica_costs,
 )
 from flowtrain.costs.workload import Workload
@@ -176,7 +175,7 @@ class _Measured:
         self._encoders: dict[str, EncoderTimes] = {}
         self._interference: dict[str, Interference] = {}
         self._alone: ReplicaSteps | None = None
-        self._replicas: dict[Sharded, ReplicaSteps] = {}
+        self._of_two = OfTwo(0.0, {}, 0.0)
         self._feeding_s = 0.0
 
     def side_by_side(self, count: int, refs: Mapping[str, Sequence[SampleRef]]) -> None:
@@ -205,8 +204,8 @@ class _Measured:
             self._interference = measure_interference(self._profilers, self._longest[0], refs)
         if count > 1:
             with self._clock("replicas"):
-                link, self._replicas = measure_replicas(self._profilers, self._shortest)
-                self._devices = [replace(each, link=link) for each in self._devices]
+                self._of_two = measure_two(self._profilers, self._shortest)
+                self._devices = [replace(each, link=self._of_two.link) for each in self._devices]
 
     def group(self, tp: int) -> None:
         """Measure the backbone split over ``tp`` devices, and the links between them."""
@@ -249,7 +248,7 @@ class _Measured:
             interference=self._interference,
             replicas={
                 sharding: replica_costs(self._alone, steps, alone.step_s, alone.parameter_s)
-                for sharding, steps in self._replicas.items()
+                for sharding, steps in self._of_two.steps.items()
                 if self._alone is not None
             },
             host=HostCosts(self._feeding_s, self._calls.asking_s, self._calls.answering_s) if self._on_cpu else None,
@@ -271,7 +270,8 @@ class _Measured:
     def _step_costs(self, alone: BackboneTimes) -> StepCosts:
         # A CPU next to an accelerator assembles and locates microbatches meanwhile; a core that is the device cannot.
         microbatch_s = alone.assembling_s + MICROBATCH_CALLS * self._call_s if self._on_cpu else 0.0
-        return StepCosts(alone.step_s + REPLICA_CALLS * self._call_s, microbatch_s, alone.parameter_s)
+        step_s = alone.step_s + REPLICA_CALLS * self._call_s
+        return StepCosts(step_s, microbatch_s, alone.parameter_s, self._of_two.messages_s)
 
 
 def _strategies(found: Mapping[str, LayerTimes]) -> Strategies:

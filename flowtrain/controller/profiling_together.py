@@ -1,8 +1,10 @@
-"""Measures what processes cost each other: encoder and backbone at once on a device, and replicas of the backbone."""
+"""Measures what processes cost each other: encoder and backbone at once on a device, and two ranks of the backbone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import get_args
 
 from ray.actor import ActorHandle
@@ -52,14 +54,27 @@ def _round(profilers: Profilers, backbone: ActorHandle, encoder: ActorHandle, wi
     return interference_factor(alone, together)
 
 
-def measure_replicas(profilers: Profilers, mixes: Sequence[Mix]) -> tuple[float, dict[Sharded, ReplicaSteps]]:
-    """Return the link between two devices in bytes/s, and, on CPUs, steps of two replicas by sharding."""
-    degrees, found = Degrees(dp=2), dict[Sharded, ReplicaSteps]()
+@dataclass(frozen=True, slots=True)
+class OfTwo:
+    """What two devices have in common. All but the link is measured on CPUs alone."""
+
+    link: float
+    """Between them, in bytes/s."""
+    steps: Mapping[Sharded, ReplicaSteps]
+    """Of two replicas, by sharding."""
+    messages_s: float
+    """As ``StepCosts``."""
+
+
+def measure_two(profilers: Profilers, mixes: Sequence[Mix]) -> OfTwo:
+    """Measure two ranks on a device each. mixes: of the replicas' steps, in turn."""
+    degrees, steps, messages_s = Degrees(dp=2), dict[Sharded, ReplicaSteps](), 0.0
     with profilers.started([(rank, degrees) for rank in range(2)]) as actors:
         (port,) = profilers.answers([actors[0].open_rendezvous.remote(LOOPBACK)])
         reports = profilers.answers([actor.start.remote(LOOPBACK, port) for actor in actors])
         if profilers.kind == "CPU":
+            messages_s = fmean(profilers.measured([actor.messages_s.remote() for actor in actors]))
             for sharding in get_args(Sharded):
-                steps = profilers.measured([actor.replica_steps.remote(mixes, sharding) for actor in actors])
-                found[sharding] = mean_steps(steps)
-    return min(report.link or 0.0 for report in reports), found
+                found = profilers.measured([actor.replica_steps.remote(mixes, sharding) for actor in actors])
+                steps[sharding] = mean_steps(found)
+    return OfTwo(min(report.link or 0.0 for report in reports), steps, messages_s)

@@ -207,7 +207,7 @@ class ActionTimes:
     @cached_property
     def microbatch_s(self) -> float:
         """Seconds that a rank takes once for each microbatch, when it fetches it, whatever its stages are."""
-        return self.times.of_any_data.microbatch_s()
+        return float(self.times.of_any_data.microbatch_s(np.array([self.degrees.replica_size]))[0])
 
     def _copying_s(self, stage: StageWork, works: MicrobatchColumns, computing: FloatArray) -> FloatArray:
         """Seconds of copies between device and host that a pass does not hide (``offload``), ``[M]``."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.module_times import ModuleTimes
 
@@ -176,9 +176,10 @@ class CalibratedTimes:
         seconds = self.images_s(encoder, tp)
         return float(seconds[seconds > 0.0].mean()) if seconds.any() else self._base.sample_s(encoder, tp)
 
-    def microbatch_s(self) -> float:
+    def microbatch_s(self, replica_size: IntArray) -> FloatArray:
         """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
-        return self._base.microbatch_s() if self._by.step_host_s is None else 0.0
+        found = self._base.microbatch_s(replica_size)
+        return found if self._by.step_host_s is None else np.zeros_like(found)
 
     @property
     def forward_share(self) -> float:

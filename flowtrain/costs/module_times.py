@@ -51,8 +51,11 @@ class ModuleTimes(Protocol):
         """Return the mean of ``images_s`` over samples that have images."""
         ...
 
-    def microbatch_s(self) -> float:
-        """Return seconds of each microbatch on each rank in addition to its layers, head and connector."""
+    def microbatch_s(self, replica_size: IntArray) -> FloatArray:
+        """Return seconds of each microbatch on each rank in addition to its layers, head and connector, ``[N]``.
+
+        replica_size: ranks of a replica, pipeline times tensor parallel.
+        """
         ...
 
     @property

@@ -135,6 +135,8 @@ class StepCosts:
     """Per microbatch, independent of its size."""
     parameter_s: _Amount
     """Per step and parameter that the device clips and updates."""
+    messages_s: _Amount = 0.0
+    """Per microbatch, on each rank of a replica of several: what the leader tells them, and whether all could read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flowtrain.costs.collectives import BACKWARD_SHARE
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
-from flowtrain.costs.flops import FloatArray, backbone_passes
+from flowtrain.costs.flops import FloatArray, IntArray, backbone_passes
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
@@ -158,9 +158,10 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])
 
-    def microbatch_s(self) -> float:
+    def microbatch_s(self, replica_size: IntArray) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._profile.steps.microbatch_s
+        steps = self._profile.steps
+        return steps.microbatch_s + np.where(replica_size > 1, steps.messages_s, 0.0)
 
     @property
     def forward_share(self) -> float:

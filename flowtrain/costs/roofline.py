@@ -11,7 +11,7 @@ from flowtrain.costs import layers
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.collectives import BACKWARD_SHARE
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
-from flowtrain.costs.flops import FloatArray, backbone_passes, connector_passes, images_tokens
+from flowtrain.costs.flops import FloatArray, IntArray, backbone_passes, connector_passes, images_tokens
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.costs.module_times import mean_with_images
@@ -129,9 +129,9 @@ class Roofline:
         """As ``ModuleTimes``."""
         return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])
 
-    def microbatch_s(self) -> float:
+    def microbatch_s(self, replica_size: IntArray) -> FloatArray:
         """As ``ModuleTimes``; kernel launches are assumed to cost nothing."""
-        return 0.0
+        return np.zeros(len(replica_size))
 
     @property
     def forward_share(self) -> float:

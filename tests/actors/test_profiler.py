@@ -207,6 +207,10 @@ def test_calls_are_timed_through_the_link() -> None:
     assert times.answering_s == pytest.approx(1.0, rel=0.1)
 
 
+def test_the_ranks_messages_are_timed(profiler: Profiler) -> None:
+    assert 0 < profiler.messages_s() < 60
+
+
 def test_samples_are_fed_as_by_a_feeder(profiler: Profiler) -> None:
     assert 0 < profiler.feeding_s() < 60
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flowtrain.actors.replica_channel import Alone, GlooChannel, portable
+from flowtrain.actors.replica_channel import _FRAME_NBYTES, Alone, GlooChannel, portable
 from flowtrain.errors import DataError
 from tests.models.ranks import run_ranks
 
@@ -59,6 +59,20 @@ def one_ends(noticed: Path) -> None:
         channel.highest(0)
     except RuntimeError as error:
         noticed.write_text(str(error))
+
+
+def shared_lengths(lengths: range) -> bool:
+    """Share texts of these lengths, one after another; returns whether each came whole."""
+    assert dist.group.WORLD is not None
+    channel = GlooChannel(dist.group.WORLD)
+    texts = [bytes([length % 251]) * length for length in lengths]
+    return [channel.share(text if channel.is_leader else None) for text in texts] == texts
+
+
+@pytest.mark.processes
+def test_messages_of_about_a_frame_come_whole() -> None:
+    lengths = range(_FRAME_NBYTES - 64, _FRAME_NBYTES + 64)
+    assert run_ranks(2, shared_lengths, lengths) == [True, True]
 
 
 @pytest.mark.processes

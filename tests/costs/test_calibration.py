@@ -132,10 +132,11 @@ def test_the_hosts_work_is_that_of_a_step_or_else_as_profiled() -> None:
     def host_s(num_microbatches: np.ndarray, replicas: np.ndarray, *, has_encoders: bool) -> np.ndarray:
         return 2.0 * num_microbatches + replicas + has_encoders
 
-    base: Any = SimpleNamespace(microbatch_s=lambda: 0.5, host_s=host_s)
+    base: Any = SimpleNamespace(microbatch_s=lambda replica_size: 0.5 * replica_size, host_s=host_s)
     microbatches, replicas = np.array([3.0, 4.0]), np.array([1.0, 2.0])
     unknown, known = (CalibratedTimes(base, each) for each in (Calibration("measure"), CALIBRATION))
-    assert unknown.microbatch_s() == 0.5 and known.microbatch_s() == 0.0
+    sizes = np.array([1, 2])
+    assert unknown.microbatch_s(sizes).tolist() == [0.5, 1.0] and known.microbatch_s(sizes).tolist() == [0.0, 0.0]
     assert unknown.host_s(microbatches, replicas, has_encoders=True).tolist() == [8.0, 11.0]
     assert known.host_s(microbatches, replicas, has_encoders=True).tolist() == [0.0, 0.0], "it counts once a step"
 

@@ -214,6 +214,11 @@ def test_another_recomputation_than_the_measured_one_takes_other_time() -> None:
     assert layer_s(["full", "none"], "full") == pytest.approx(same * 4 / 3.5)
 
 
+def test_ranks_of_a_replica_also_tell_each_other_of_a_microbatch() -> None:
+    profile = replace(PROFILE, steps=replace(PROFILE.steps, messages_s=0.5))
+    assert times(profile).microbatch_s(np.array([1, 2, 16])).tolist() == [0.25, 0.75, 0.75]
+
+
 def test_a_profile_tells_how_large_a_microbatch_it_reaches() -> None:
     assert PROFILE.most_tokens == 10240
     short = replace(PROFILE, heads={1: replace(LENGTHS, num_tokens=(8, 16, 64))})

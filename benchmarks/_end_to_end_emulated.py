@@ -61,7 +61,8 @@ INTRODUCTION = (
 def run_emulated(args: argparse.Namespace) -> None:
     """Run the chosen cells that are missing, and print, or write, what there is."""
     words = (args.device, f"{args.steps} steps", f"{args.step_s:g} s a step")
-    store = Store(args.directory / "emulated.jsonl", code_version(*words))
+    also = [" ".join([tree, *words]) for tree in args.also]
+    store = Store(args.directory / "emulated.jsonl", code_version(*words), also)
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         for cell in chosen(args.cells):
@@ -175,7 +176,8 @@ def page(records: Records, figures: Sequence[Figure], args: argparse.Namespace, 
     lines += [shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *sys.argv[1:]]), "```", ""]
     lines += [INTRODUCTION.format(step_s=args.step_s, most_host=MOST_HOST), ""]
     host = f"{seen['cpu']}, {seen['cores']} cores, {seen['memory_gib']} GiB"
-    lines.append(f"Commit {commit()}. Emulated device: {args.device}, {args.steps} steps a cell. Host: {host}.")
+    trees = "".join(f", and cells of the tree {tree} of flowtrain/" for tree in args.also)
+    lines.append(f"Commit {commit()}{trees}. Emulated device: {args.device}, {args.steps} steps a cell. Host: {host}.")
     lines += ["", "Samples/s (MFU):"]
     for mix in MIXES:
         for scale in SCALES:

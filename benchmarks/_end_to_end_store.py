@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -67,14 +68,16 @@ class Store:
     encoding, which decides the samples and not the speed.
     """
 
-    def __init__(self, path: Path, version: str) -> None:
+    def __init__(self, path: Path, version: str, also: Sequence[str] = ()) -> None:
+        """also: other versions whose records count."""
         self._path, self.version = path, version
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines]
         further = version.partition(" ")[2]
         alike = [each for each in found if each["version"].partition(" ")[2] == further]
         trials = [each for each in alike if each["record"]["round"] is None]
-        rounds = [each for each in alike if each["version"] == version and each["record"]["round"] is not None]
+        counted = {version, *also}
+        rounds = [each for each in alike if each["version"] in counted and each["record"]["round"] is not None]
         self._records = [Record(**each["record"]) for each in (*trials, *rounds)]
 
     def add(self, record: Record) -> None:

@@ -88,6 +88,9 @@ def options() -> argparse.Namespace:
     emulated.add_argument(
         "--cells", nargs="+", metavar="PART", help="cells whose name has a part, as vlm_6b.16.infovqa"
     )
+    emulated.add_argument(
+        "--also", nargs="+", default=[], metavar="TREE", help="git trees of flowtrain/ whose cells count as well"
+    )
     emulated.add_argument("--device", default="h200", help="the device that is emulated")
     emulated.add_argument("--steps", type=int, default=8, help="of each cell")
     emulated.add_argument("--step-s", type=float, default=4.0, help="wall time of a step, to which waits are scaled")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from threading import Lock
 from typing import Protocol, TypeVar
 
 from flowtrain.errors import ScheduleError
@@ -32,6 +33,8 @@ from flowtrain.pipeline.validate import validate
 MicrobatchT = TypeVar("MicrobatchT", contravariant=True)
 T = TypeVar("T")
 
+_building = Lock()
+"""Ranks that are threads of one process all need the same lists at once: one builds them, and the others find them."""
 _HashableMemory = MemoryStrategy | tuple[tuple[tuple[StageModule, int], StageMemory], ...]
 
 
@@ -129,7 +132,8 @@ def checked_schedule(
 
     Raises ScheduleError also if a rank would keep more microbatches at once than the memory prediction assumes.
     """
-    return _checked_schedule(name, partition, num_microbatches, training, _hashable(memory))
+    with _building:
+        return _checked_schedule(name, partition, num_microbatches, training, _hashable(memory))
 
 
 @lru_cache(maxsize=256)
@@ -178,7 +182,8 @@ def carried_schedule(
     memory: the strategy of actions that name none.
     Raises ScheduleError if they cannot be read or run.
     """
-    return _carried_schedule(lists, partition, num_microbatches, training, _hashable(memory))
+    with _building:
+        return _carried_schedule(lists, partition, num_microbatches, training, _hashable(memory))
 
 
 @lru_cache(maxsize=16)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
+from flowtrain.pipeline import executor
 from flowtrain.pipeline.actions import (
     Action,
     ActionKind,
     MemoryKind,
     MemoryStrategy,
+    Schedule,
     StageModule,
     schedule_text,
     stage_memory,
 )
 from flowtrain.pipeline.executor import carried_schedule, checked_schedule, execute
+from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from tests.pipeline.partitions import ANY_PARTITION, even, parse_actions, with_encoder
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, shuffled
@@ -213,3 +220,24 @@ def test_a_schedule_that_keeps_more_than_was_predicted_is_not_given_out(monkeypa
     monkeypatch.setattr("flowtrain.pipeline.executor.build_schedule", lambda *_, **__: ((*forwards, *backwards),))
     with pytest.raises(ScheduleError, match="holds 2 after .*more than its limit of 1"):
         checked_schedule("1f1b", even(1), num_microbatches=3, training=True, memory=MemoryStrategy.OFFLOAD)
+
+
+def test_threads_that_need_the_same_lists_build_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+
+    def build(*arguments: Any, **keywords: Any) -> Schedule:
+        built.append(threading.get_ident())
+        time.sleep(0.05)  # long enough for all to ask meanwhile
+        return build_schedule(*arguments, **keywords)
+
+    monkeypatch.setattr(executor, "build_schedule", build)
+    executor._checked_schedule.cache_clear()
+    begin = threading.Barrier(4)
+
+    def ask() -> Schedule:
+        begin.wait()
+        return checked_schedule("1f1b", even(2), num_microbatches=3, training=True)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [each.result() for each in [threads.submit(ask) for _ in range(4)]]
+    assert len(built) == 1 and all(each is found[0] for each in found)

@@ -6,7 +6,7 @@ Shapes and lengths are those of configs/models. Each cell is planned as ``flowtr
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +22,7 @@ from flowtrain.controller.emulated_model import emulated_run
 from flowtrain.controller.resolve import resolve
 from flowtrain.controller.run import run_training
 from flowtrain.observability.metrics import read_metrics
+from flowtrain.types.run_plan import Plan
 
 SCALES = ("vlm_6b", "vlm_32b", "vlm_72b")
 RANKS = (16, 32, 64)
@@ -29,6 +30,8 @@ WARM_UP, ENDING = 2, 1
 """Steps that do not count."""
 MOST_HOST, LONGER, TRIES = 0.05, 4.0, 3
 """A cell of whose time the hosts take more than this share runs again, with waits so many times as long."""
+SEGMENTS_NBYTES = 4 << 30
+"""Of all encoders together, at most: a step's features take 60 MB."""
 BATCH = 256
 """Samples of a step: a quarter of the model files', since a cell's time goes with it."""
 INFOVQA, HEAVY_TAIL = "infovqa", "heavy_tail"
@@ -155,7 +158,8 @@ def _run_cell(cell: Cell, directory: Path, device: str, steps: int, step_s: floa
     # The plan has the mode, and a network that joins nodes; emulated ones are all on this machine.
     others = [each for each in overrides if not each.startswith("mode=")]
     others += ["pool.network=none", f"emulated.time_scale={time_scale}"]
-    run_training(resolve(base, others, plan=report.plan), plan=report.plan)
+    plan = _with_room(report.plan)
+    run_training(resolve(base, others, plan=plan), plan=plan)
     lines = list(read_metrics(directory / cell.label / "metrics.jsonl"))[WARM_UP : steps - ENDING]
     seconds, host_s = (sum(line[key] for line in lines) for key in ("step_time_s", "host_s"))
     microbatches = sum(line["num_microbatches"] for line in lines) / report.plan.backbone.degrees.dp
@@ -171,6 +175,15 @@ def _run_cell(cell: Cell, directory: Path, device: str, steps: int, step_s: floa
         "predicted_samples_per_s": report.rate,
     }
     return Record(cell.model, cell.mix, cell.variant.name, 0, tokens_per_s, None, words_of(report.plan), details)
+
+
+def _with_room(plan: Plan) -> Plan:
+    """The plan, with segments of the encoders that this machine can hold together; a share of each row is in them."""
+    encoders = {
+        name: replace(each, segment_nbytes=min(each.segment_nbytes, SEGMENTS_NBYTES // each.data_parallel_size))
+        for name, each in plan.encoders.items()
+    }
+    return replace(plan, encoders=encoders)
 
 
 def write_model_file(cell: Cell, directory: Path) -> Path:

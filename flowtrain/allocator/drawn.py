@@ -6,6 +6,7 @@ replicas. A microbatch's time is that of as many average tokens as its FLOPs are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,13 +191,26 @@ def _steps(
         own = tuple(each[index] for each in encoded)
         work = encode = 0.0
         if candidate.mode == "colocated":
-            work, encode = slowdown * float(busy), 0.0
-            for each, chosen in zip(own, candidate.encoders.values(), strict=True):
-                replicas = replicas_of(chosen, packed)
-                devices = candidate.backbone.devices / chosen.degrees.world_size
-                encode += slowdown * sum(each.seconds) / replicas / devices
+            work, encode = slowdown * float(busy), slowdown * shared_encode_s(candidate, own, packed, float(busy))
         steps.append(DrawnStep(slots, float(rest), own, work, encode))
     return steps
+
+
+def shared_encode_s(
+    candidate: ModeCandidate, encoded: Sequence[EncodedStep], packed: PackedBatches, work_s: float
+) -> float:
+    """Return the seconds that a step's encoding takes from its backbone, where each device carries both.
+
+    All ranks wait in each step for the one whose device encodes most. Jobs share a device evenly, so in a step no
+    encoder takes more of it than the rank does; but a mean device's part has to be done in any case.
+    work_s: the backbone's seconds in the step, of a mean device.
+    """
+    mean = fullest = 0.0
+    for each, chosen in zip(encoded, candidate.encoders.values(), strict=True):
+        replicas = replicas_of(chosen, packed)
+        mean += sum(each.seconds) / replicas * chosen.degrees.world_size / candidate.backbone.devices
+        fullest += each.fullest_s(replicas)
+    return max(mean, min(fullest, work_s))
 
 
 def encoded_steps(

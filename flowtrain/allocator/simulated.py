@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from flowtrain.allocator import monolithic
-from flowtrain.allocator.drawn import encoded_steps, replicas_of
+from flowtrain.allocator.drawn import encoded_steps, replicas_of, shared_encode_s
 from flowtrain.allocator.drawn_batches import SIMULATED_BATCHES, DrawnBatches, PackedBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.request import Request
@@ -75,10 +75,8 @@ def with_shared_devices(
     step: StepWork, simulator: StepSimulator, candidate: ModeCandidate, packed: PackedBatches, slowdown: float
 ) -> StepWork:
     """Return the step with what each device works for it, where it carries a rank and an encoder."""
-    work, encode = simulator.computing_s(step.program, step.works), 0.0
-    for each, chosen in zip(step.encoded, candidate.encoders.values(), strict=True):
-        devices = candidate.backbone.devices / chosen.degrees.world_size
-        encode += sum(each.seconds) / replicas_of(chosen, packed) / devices
+    work = simulator.computing_s(step.program, step.works)
+    encode = shared_encode_s(candidate, step.encoded, packed, work)
     return replace(step, shared_s=slowdown * work, shared_encode_s=slowdown * encode)
 
 

@@ -34,6 +34,13 @@ class EncodedStep:
             done.append(latest)
         return np.array(done)[self.needed]
 
+    def fullest_s(self, replicas: int) -> float:
+        """Return the seconds of the replica that gets most of the step, if each leases a batch whenever it is free."""
+        loads = [0.0] * replicas
+        for seconds in self.seconds:
+            heapreplace(loads, loads[0] + seconds)
+        return max(loads)
+
 
 def shared_end_s(ends: FloatArray, works: FloatArray, encodes: FloatArray, index: int, lookahead: int) -> float:
     """Return when a device can have done all work up to a step, of which none is done before it may be.

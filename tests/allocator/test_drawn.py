@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import flowtrain.allocator.drawn_batches as drawn_batches
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.drawn import DrawnRate, drawn_rate
-from flowtrain.allocator.drawn_batches import DrawnBatches
+from flowtrain.allocator.drawn import DrawnRate, drawn_rate, shared_encode_s
+from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.slices import Slices
@@ -22,6 +22,7 @@ from flowtrain.config.flow import SchedulerConfig
 from flowtrain.costs.cluster import Cluster, Links
 from flowtrain.costs.model_spec import VisionSpec
 from flowtrain.costs.workload import Workload
+from flowtrain.simulator.encoders import EncodedStep
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import EncoderPlace, Mode
 from tests.allocator.worlds import MODEL, VISION, cluster, request, roofline_surrogate, workload
@@ -266,6 +267,21 @@ def test_equal_samples_give_colocated_devices_the_formula(
     step_s = max(float(step.total[0]), slowdown * (float(surrogate.busy_s(columns, step)[0]) + encoding))
     drawn = drawn_rate(asked, surrogate, found, DrawnBatches.draw(asked.workload), slowdown)
     assert drawn.rate == pytest.approx(256 / step_s, rel=0.01)
+
+
+def test_a_step_waits_for_the_shared_device_that_encodes_most() -> None:
+    devices = {"vision": Candidate("vision", "h200", Degrees(4))}
+    found = ModeCandidate("colocated", Candidate(BACKBONE, "h200", Degrees(4)), devices)
+    nothing = np.zeros(0, dtype=np.int64)
+    packed = PackedBatches(4, 1.0, nothing, nothing, np.array([1]))
+
+    def shared_s(*seconds: float, work_s: float = 10.0) -> float:
+        return shared_encode_s(found, (EncodedStep(seconds, np.array([len(seconds)])),), packed, work_s)
+
+    assert shared_s(1.0, 1.0, 1.0, 1.0) == 1.0
+    assert shared_s(1.0, 1.0, 4.0, 1.0) == 4.0, "three devices wait for the one with the long batch"
+    assert shared_s(1.0, 1.0, 4.0, 1.0, work_s=3.0) == 3.0, "the rest of it runs beside the next step"
+    assert shared_s(8.0, 8.0, 8.0, 8.0, work_s=3.0) == 8.0, "but not of what all devices have to do"
 
 
 @pytest.mark.parametrize("packing", ["sequential", "random"])

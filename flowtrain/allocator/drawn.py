@@ -20,6 +20,7 @@ from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_s
 from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.profile_together import encoding_adds_s
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.simulator.encoders import EncodedStep
 
@@ -191,26 +192,30 @@ def _steps(
         own = tuple(each[index] for each in encoded)
         work = encode = 0.0
         if candidate.mode == "colocated":
-            work, encode = slowdown * float(busy), slowdown * shared_encode_s(candidate, own, packed, float(busy))
+            is_alone = candidate.backbone.degrees.pp == 1
+            work = float(busy) if is_alone else float(slots.sum() + rest)
+            encode = shared_encode_s(candidate, own, packed, work, slowdown)
         steps.append(DrawnStep(slots, float(rest), own, work, encode))
     return steps
 
 
 def shared_encode_s(
-    candidate: ModeCandidate, encoded: Sequence[EncodedStep], packed: PackedBatches, work_s: float
+    candidate: ModeCandidate, encoded: Sequence[EncodedStep], packed: PackedBatches, work_s: float, slowdown: float
 ) -> float:
     """Return the seconds that a step's encoding takes from its backbone, where each device carries both.
 
     All ranks wait in each step for the one whose device encodes most. Jobs share a device evenly, so in a step no
     encoder takes more of it than the rank does; but a mean device's part has to be done in any case.
-    work_s: the backbone's seconds in the step, of a mean device.
+    work_s: the backbone's seconds in the step, of a mean device. Of a pipeline with its fill: while one rank shares its
+    device, those after it wait, so hardly any of it is free for encoding. slowdown: of both while they compute at once.
     """
     mean = fullest = 0.0
     for each, chosen in zip(encoded, candidate.encoders.values(), strict=True):
         replicas = replicas_of(chosen, packed)
         mean += sum(each.seconds) / replicas * chosen.degrees.world_size / candidate.backbone.devices
         fullest += each.fullest_s(replicas)
-    return max(mean, min(fullest, work_s))
+    encode = max(mean, min(fullest, work_s))
+    return float(encoding_adds_s(np.array(encode), np.array(work_s), slowdown))
 
 
 def encoded_steps(

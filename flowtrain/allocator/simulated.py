@@ -19,6 +19,7 @@ from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import ScheduleName
+from flowtrain.simulator.engine import Timeline
 from flowtrain.simulator.run import SimulatedRun, StepWork, simulate
 from flowtrain.simulator.step import StepSimulator
 
@@ -75,9 +76,15 @@ def with_shared_devices(
     step: StepWork, simulator: StepSimulator, candidate: ModeCandidate, packed: PackedBatches, slowdown: float
 ) -> StepWork:
     """Return the step with what each device works for it, where it carries a rank and an encoder."""
-    work = simulator.computing_s(step.program, step.works)
-    encode = shared_encode_s(candidate, step.encoded, packed, work)
-    return replace(step, shared_s=slowdown * work, shared_encode_s=slowdown * encode)
+    if candidate.backbone.degrees.pp == 1:
+        work = simulator.computing_s(step.program, step.works)
+    else:  # see ``shared_encode_s``
+        seconds, transfers = simulator.durations(step.program, step.works)
+        alone = Timeline(step.program, seconds, transfers, buffered=simulator.buffered)
+        work = alone.makespan_s + simulator.optimizer_s()
+    return replace(
+        step, shared_s=work, shared_encode_s=shared_encode_s(candidate, step.encoded, packed, work, slowdown)
+    )
 
 
 def step_simulator(request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate) -> StepSimulator:

@@ -20,7 +20,7 @@ from flowtrain.allocator.monolithic_search import MOST_OF_DEGREES, MOST_OF_SIZE,
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, enumerate_module, memos_of
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
+from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE, encoding_adds_s
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
 
@@ -129,7 +129,10 @@ def _best_colocated(
     times, step = surrogate.times[columns.device_type], surrogate.step_times(columns)
     encoding = sum(float(times.images_s(name, encoder_tp).mean()) for name in at.model.encoders) * batch * encoder_tp
     slowdown, _ = slowdown_of(at, surrogate, columns.device_type)
-    seconds = np.maximum(step.total, slowdown * (surrogate.busy_s(columns, step) + encoding / columns.devices))
+    # Of a pipeline's fill hardly any is free: while one rank shares its device, those after it wait.
+    work = np.where(columns.pp == 1, surrogate.busy_s(columns, step), step.total)
+    encode = np.full(len(columns), encoding) / columns.devices
+    seconds = np.maximum(step.total, work + encoding_adds_s(encode, work, slowdown))
     for index in fastest(columns, seconds, _MOST_OF_SETTINGS):
         backbone = columns.candidate(index, batch / float(step.total[index]))
         dp = backbone.devices // encoder_tp

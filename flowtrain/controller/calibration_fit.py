@@ -30,6 +30,7 @@ from flowtrain.costs.calibration import (
 )
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.profile_together import encoding_adds_s
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.emulation.process import BACKBONE
 from flowtrain.pipeline.actions import StageModule
@@ -193,7 +194,8 @@ class Fit:
         pairs.joined += map(tuple, meetings.values())
         if self._shares:
             for place, each in self._of_the_last(shared).items():
-                self._device_steps[place].append((step.seconds_of(each.spans), each.backbone_s, each.encoder_s))
+                encoder_s = encoding_adds_s(np.array(each.encoder_s), np.array(each.backbone_s), self._slowdown)
+                self._device_steps[place].append((step.seconds_of(each.spans), each.backbone_s, float(encoder_s)))
         busy = [self._busy_s(step, spans) for spans in replicas.values()]
         known = [each for each in busy if each is not None]
         if known and len(known) == len(busy):
@@ -279,8 +281,8 @@ class Fit:
             collectives = self._collectives_s(stage, found, computing)
             if self._shares:
                 of_encoder = stage.module is StageModule.ENCODER
-                shared.add(found, self._slowdown * float(computing.sum()), of_encoder=of_encoder)
-                shared.add((), self._slowdown * float(collectives.sum()), of_encoder=False)
+                shared.add(found, float(computing.sum()), of_encoder=of_encoder)
+                shared.add((), float(collectives.sum()), of_encoder=False)
                 continue
             for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
                 measured = step.seconds_of([span])
@@ -342,7 +344,7 @@ class Fit:
         patches = np.full(num_images, self._mean_patches(name))
         predicted = float(self._times.each_forward_s(name, patches, tp).sum())
         if self._shares:
-            shared.add(work, self._slowdown * predicted, of_encoder=True)
+            shared.add(work, predicted, of_encoder=True)
         else:
             pairs.add(name, step.seconds_of(work), predicted)
 
@@ -353,7 +355,7 @@ class Fit:
 
     @property
     def _slowdown(self) -> float:
-        """Of all work on a device that an encoder's actor shares."""
+        """Of encoder and rank while both compute on one device."""
         return self._times.slowdown(self._encoder) if self._with_encoders else 1.0
 
 

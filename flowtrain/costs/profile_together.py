@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
 from flowtrain.costs.flops import FloatArray
@@ -96,6 +97,15 @@ class HostCosts:
         """
         calls = STEP_CALLS + BATCH_CALLS * num_batches + MICROBATCH_CALLS * num_microbatches + REPLICA_CALLS * replicas
         return num_samples * self.sample_s + STEP_CALLS * self.asking_s + calls * self.answering_s
+
+
+def encoding_adds_s(encode_s: FloatArray, work_s: FloatArray, slowdown: float) -> FloatArray:
+    """Return the seconds that encoding adds to a device's other work; all arrays have one shape.
+
+    Both slow each other down while they compute at once. slowdown: see ``Interference.factor``.
+    """
+    added: FloatArray = encode_s + 2.0 * (slowdown - 1.0) * np.minimum(encode_s, work_s)
+    return added
 
 
 def interference_factor(alone: Sequence[float], together: Sequence[float]) -> float:

@@ -264,7 +264,8 @@ def test_equal_samples_give_colocated_devices_the_formula(
     surrogate, columns = roofline_surrogate(asked), columns_of(found.backbone)
     step = surrogate.step_times(columns)
     encoding = 256 * surrogate.times[device].sample_s("vision", 1) / (dp * pp)
-    step_s = max(float(step.total[0]), slowdown * (float(surrogate.busy_s(columns, step)[0]) + encoding))
+    work = float(surrogate.busy_s(columns, step)[0] if pp == 1 else step.total[0])
+    step_s = max(float(step.total[0]), work + encoding + 2.0 * (slowdown - 1.0) * min(encoding, work))
     drawn = drawn_rate(asked, surrogate, found, DrawnBatches.draw(asked.workload), slowdown)
     assert drawn.rate == pytest.approx(256 / step_s, rel=0.01)
 
@@ -276,7 +277,7 @@ def test_a_step_waits_for_the_shared_device_that_encodes_most() -> None:
     packed = PackedBatches(4, 1.0, nothing, nothing, np.array([1]))
 
     def shared_s(*seconds: float, work_s: float = 10.0) -> float:
-        return shared_encode_s(found, (EncodedStep(seconds, np.array([len(seconds)])),), packed, work_s)
+        return shared_encode_s(found, (EncodedStep(seconds, np.array([len(seconds)])),), packed, work_s, slowdown=1.0)
 
     assert shared_s(1.0, 1.0, 1.0, 1.0) == 1.0
     assert shared_s(1.0, 1.0, 4.0, 1.0) == 4.0, "three devices wait for the one with the long batch"

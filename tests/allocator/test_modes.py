@@ -126,7 +126,9 @@ def test_more_vision_never_makes_a_mode_faster(devices: int, more: int) -> None:
 
 
 def test_colocated_pays_for_its_interference() -> None:
-    asked = request(cluster(h200=8), TINY)
+    encoder = replace(MODEL.encoders["vision"], num_layers=48, hidden_size=3200, intermediate_size=12800, num_heads=25)
+    large = replace(TINY, encoders={"vision": encoder})
+    asked = request(cluster(h200=8), large)  # such an encoder does not fit into the backbone's waits
     plain, slow = (
         whole_candidates(asked, surrogate_for, "colocated").candidates[0]
         for surrogate_for in (roofline_surrogate, interfering)
@@ -225,7 +227,8 @@ def test_one_device_is_shared_in_turns_or_at_once() -> None:
     ratings = by_mode(found)
     assert {each.devices for each in found.ratings} == {1}
     assert ratings["decoupled"].modules == found.allocation.modules
-    assert ratings["monolithic"].rate == pytest.approx(ASSUMED_INTERFERENCE * ratings["decoupled"].rate, rel=0.01)
+    over = ratings["monolithic"].rate / ratings["decoupled"].rate
+    assert 1.0 < over < ASSUMED_INTERFERENCE, "both slow each other down, but only while the encoder computes"
     assert ratings["decoupled"].rate == ratings["disaggregated"].rate == ratings["colocated"].rate, "the same there"
 
 

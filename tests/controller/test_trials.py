@@ -102,7 +102,7 @@ def test_a_plan_whose_runs_differ_gets_a_third(config: RunConfig, monkeypatch: p
     }
 
 
-@pytest.mark.parametrize(("seed", "brings_up"), [(0, True), (1, False), (2, True), (3, True), (4, True)])
+@pytest.mark.parametrize(("seed", "brings_up"), [(0, True), (1, True), (2, False), (3, True), (4, True)])
 def test_the_winner_has_run_however_much_rates_vary(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, seed: int, brings_up: bool
 ) -> None:

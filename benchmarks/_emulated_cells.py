@@ -126,12 +126,12 @@ def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, step_s: fl
     step_s: wall time of a step, by which all waits are stretched or shortened, as the plan predicts it; longer where
     the ranks' hosts would take a part of it that shows.
     """
-    for _ in range(TRIES):
-        found = _run_cell(cell, directory, device, steps, step_s)
+    found = _run_cell(cell, directory, device, steps, step_s)
+    for number in range(1, TRIES):
         if found.details["host_share"] <= MOST_HOST:
             break
         shutil.rmtree(directory / cell.label, ignore_errors=True)
-        step_s *= LONGER
+        found = _run_cell(cell, directory, device, steps, step_s * LONGER**number)
     return found
 
 

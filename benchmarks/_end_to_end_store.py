@@ -78,6 +78,7 @@ class Store:
         trials = [each for each in alike if each["record"]["round"] is None]
         counted = {version, *also}
         rounds = [each for each in alike if each["version"] in counted and each["record"]["round"] is not None]
+        rounds.sort(key=lambda each: each["version"] == version)  # the later of two counts
         self._records = [Record(**each["record"]) for each in (*trials, *rounds)]
 
     def add(self, record: Record) -> None:

@@ -35,8 +35,8 @@ from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, Enco
 from flowtrain.types.samples import SampleRef
 
 _CALLS, _PAUSE_S = 50, 0.01
-_ORDER = bytes(1 << 13)
-"""As long as the texts of a thousand tokens."""
+TOKEN_NBYTES = 8
+"""Of a token's id and label, which an order has."""
 _FED = 256
 """About so many samples are fed."""
 _ENDLESS = 10**6
@@ -142,10 +142,11 @@ class Profiler:
         With pauses, as in a run: its threads sleep in between, and caches are cold.
         """
         channel = channel_of(self._group.process_group)
+        order = bytes(TOKEN_NBYTES * self._config.scheduler.microbatch_tokens)
         started_s = None
         for number in range(1 + _CALLS):
             time.sleep(_PAUSE_S)
-            channel.share(_ORDER)
+            channel.share(order)
             channel.highest(0)
             if number == 0:  # connects
                 started_s = time.process_time()

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 COLLECTIVE_MARGIN_S = 60.0
 """Ranks wait this much longer for each other than their leader waits for data, which then reports what it waits for."""
-_FRAME_NBYTES = 1 << 15
-"""Most orders fit: what a collective costs is the call, not so few bytes."""
+_FRAME_NBYTES, _MOST_NBYTES = 1 << 15, 1 << 20
+"""Of the first frame, and of the largest: what a collective costs is the call, not so few bytes."""
 _LENGTH_NBYTES = 8
 
 
@@ -91,12 +91,12 @@ class GlooChannel(ReplicaChannel):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
-        self._frame = np.zeros(_FRAME_NBYTES, dtype=np.uint8)
-        self._length, self._body = self._frame[:_LENGTH_NBYTES].view(np.int64), self._frame[_LENGTH_NBYTES:]
+        self._size_frame(_FRAME_NBYTES)
 
     def share(self, message: Any = None) -> Any:
         """See ``ReplicaChannel``."""
         # torch's broadcast of objects takes two collectives and three times the processor's time, whatever the length.
+        # One that does not fit takes a second one; the frame then grows, on all ranks, and fits the next such message.
         room = len(self._body)
         if self.is_leader:
             data = np.frombuffer(pickle.dumps(message), dtype=np.uint8)
@@ -107,7 +107,14 @@ class GlooChannel(ReplicaChannel):
         rest = data[room:].copy() if self.is_leader else np.empty(max(0, nbytes - room), dtype=np.uint8)
         if len(rest):
             self._broadcast(rest)
-        return message if self.is_leader else pickle.loads(self._body[:nbytes].tobytes() + rest.tobytes())
+        shared = message if self.is_leader else pickle.loads(self._body[:nbytes].tobytes() + rest.tobytes())
+        while _LENGTH_NBYTES + nbytes > len(self._frame) < _MOST_NBYTES:
+            self._size_frame(2 * len(self._frame))
+        return shared
+
+    def _size_frame(self, nbytes: int) -> None:
+        self._frame = np.zeros(nbytes, dtype=np.uint8)
+        self._length, self._body = self._frame[:_LENGTH_NBYTES].view(np.int64), self._frame[_LENGTH_NBYTES:]
 
     def _broadcast(self, data: NDArray[np.uint8]) -> None:
         """Fill the array of every rank with the leader's."""

@@ -213,8 +213,8 @@ def shared_encode_s(
     for each, chosen in zip(encoded, candidate.encoders.values(), strict=True):
         replicas = replicas_of(chosen, packed)
         mean += sum(each.seconds) / replicas * chosen.degrees.world_size / candidate.backbone.devices
-        fullest += each.fullest_s(replicas)
-    encode = max(mean, min(fullest, work_s))
+        fullest += min(each.fullest_s(replicas), work_s)
+    encode = max(mean, fullest)
     return float(encoding_adds_s(np.array(encode), np.array(work_s), slowdown))
 
 

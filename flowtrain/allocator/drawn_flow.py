@@ -24,7 +24,7 @@ class DrawnStep:
     shared_s: float = 0.0
     """Seconds that a device works for the step if it carries an encoder too: the backbone's part. 0: it does not."""
     shared_encode_s: float = 0.0
-    """As before: the encoders' part."""
+    """As before: what encoding adds to it on the device that encodes most of the step."""
 
     @property
     def backbone_s(self) -> float:

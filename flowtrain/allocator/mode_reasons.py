@@ -155,9 +155,8 @@ def _filled(contestant: Contestant) -> Iterator[str]:
     candidate = contestant.candidate
     where = "its only device does" if candidate.devices == 1 else f"all {candidate.devices} devices share"
     cost = max(0.0, 1.0 - candidate.rate_formula / candidate.backbone.rate)
-    if cost < _NOTABLE:
-        fill = ", such as pipeline fill" if candidate.backbone.degrees.pp > 1 else ""
-        yield f"{where} the vision work, which by formula fits into waits of the backbone{fill}"
+    if cost < _NOTABLE and candidate.backbone.degrees.pp == 1:
+        yield f"{where} the vision work, which by formula fits into waits of the backbone"
     else:
         yield f"{where} the vision work, which by formula costs {cost:.1%} of the backbone's own rate"
     drawn = contestant.rate if contestant.predicted is None else contestant.predicted

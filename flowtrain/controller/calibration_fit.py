@@ -194,8 +194,10 @@ class Fit:
         pairs.joined += map(tuple, meetings.values())
         if self._shares:
             for place, each in self._of_the_last(shared).items():
-                encoder_s = encoding_adds_s(np.array(each.encoder_s), np.array(each.backbone_s), self._slowdown)
-                self._device_steps[place].append((step.seconds_of(each.spans), each.backbone_s, float(encoder_s)))
+                added = encoding_adds_s(np.array(each.encoder_s), np.array(each.backbone_s), self._slowdown)
+                half = (float(added) - each.encoder_s) / 2.0  # each slows the other down
+                measured = step.seconds_of(each.spans)
+                self._device_steps[place].append((measured, each.backbone_s + half, each.encoder_s + half))
         busy = [self._busy_s(step, spans) for spans in replicas.values()]
         known = [each for each in busy if each is not None]
         if known and len(known) == len(busy):

@@ -29,7 +29,7 @@ class StepWork:
     shared_s: float = 0.0
     """Backbone seconds of each device, where the devices also run encoders; otherwise 0."""
     shared_encode_s: float = 0.0
-    """Encoder seconds of each device, where the devices also run the backbone."""
+    """Seconds that encoding adds to that on the device that encodes most of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flowtrain.actors.replica_channel import _FRAME_NBYTES, Alone, GlooChannel, portable
+from flowtrain.actors.replica_channel import _FRAME_NBYTES, _MOST_NBYTES, Alone, GlooChannel, portable
 from flowtrain.errors import DataError
 from tests.models.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def one_ends(noticed: Path) -> None:
         noticed.write_text(str(error))
 
 
-def shared_lengths(lengths: range) -> bool:
+def shared_lengths(lengths: list[int]) -> bool:
     """Share texts of these lengths, one after another; returns whether each came whole."""
     assert dist.group.WORLD is not None
     channel = GlooChannel(dist.group.WORLD)
@@ -71,7 +71,8 @@ def shared_lengths(lengths: range) -> bool:
 
 @pytest.mark.processes
 def test_messages_of_about_a_frame_come_whole() -> None:
-    lengths = range(_FRAME_NBYTES - 64, _FRAME_NBYTES + 64)
+    frames = (_FRAME_NBYTES, 2 * _FRAME_NBYTES, 8 * _FRAME_NBYTES, _MOST_NBYTES, 3 * _MOST_NBYTES)
+    lengths = [frame + more for frame in frames for more in range(-48, 8)]
     assert run_ranks(2, shared_lengths, lengths) == [True, True]
 
 

@@ -61,11 +61,8 @@ def test_a_loser_of_the_same_devices_says_what_it_has_otherwise() -> None:
 @pytest.mark.parametrize(
     ("pp", "backbone", "text"),
     [
-        (
-            2,
-            120.0,
-            "the vision work, which by formula fits into waits of the backbone, such as pipeline fill",
-        ),
+        (1, 120.0, "the vision work, which by formula fits into waits of the backbone"),
+        (2, 121.0, "the vision work, which by formula costs 0.8% of the backbone's own rate"),
         (2, 150.0, "all 8 devices share the vision work, which by formula costs 20.0% of the backbone's own rate"),
         (1, 150.0, "which by formula costs 20.0% of the backbone's own rate"),
     ],

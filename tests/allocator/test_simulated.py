@@ -21,7 +21,7 @@ from flowtrain.costs.action_times import DeviceTimes
 from flowtrain.costs.profile import Profile, ReplicaCosts
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
-from tests.allocator.test_drawn import asked_for, candidate, even, uneven
+from tests.allocator.test_drawn import LARGE, asked_for, candidate, even, uneven
 from tests.allocator.worlds import roofline_surrogate
 from tests.profiles import cpu_profile
 
@@ -65,6 +65,17 @@ def test_equal_samples_take_as_long_as_by_formula(mode: Mode, dp: int, tp: int, 
     found = candidate(mode, Degrees(dp, 1, tp), encoder if with_encoders else None)
     drawn, simulated = rates(asked_for(even()), found, slowdown=1.05)
     assert simulated == pytest.approx(drawn, rel=0.01)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.5])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_equal_samples_take_a_shared_pipeline_as_long_as_by_formula(pp: int, slowdown: float) -> None:
+    found = candidate("colocated", Degrees(2, pp), Degrees(2 * pp))
+    asked = asked_for(even(), encoder=LARGE)
+    drawn, simulated = rates(asked, found, slowdown)
+    assert simulated == pytest.approx(drawn, rel=0.02)
+    alone, _ = rates(asked, candidate("llm_only", Degrees(2, pp)))
+    assert drawn < 0.98 * alone, "encoding is not hidden in the fill"
 
 
 @pytest.mark.parametrize("reduction", ["step", "microbatch"])

@@ -95,7 +95,7 @@ class GlooChannel(ReplicaChannel):
 
     def share(self, message: Any = None) -> Any:
         """See ``ReplicaChannel``."""
-        # torch's broadcast of objects takes two collectives and three times the processor's time, whatever the length.
+        # torch's broadcast of objects takes two collectives and twice the processor's time, whatever the length.
         # One that does not fit takes a second one; the frame then grows, on all ranks, and fits the next such message.
         room = len(self._body)
         if self.is_leader:

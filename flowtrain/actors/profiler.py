@@ -32,11 +32,9 @@ from flowtrain.training.profile_pieces import Pieces, pin_to
 from flowtrain.types.memory import Extent
 from flowtrain.types.plan import Degrees, Unit, UnitKind
 from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, EncoderTimes, LayerTimes, ReplicaSteps
-from flowtrain.types.samples import SampleRef
+from flowtrain.types.samples import TEXT_NBYTES, SampleRef
 
 _CALLS, _PAUSE_S = 50, 0.01
-TOKEN_NBYTES = 8
-"""Of a token's id and label, which an order has."""
 _FED = 256
 """About so many samples are fed."""
 _ENDLESS = 10**6
@@ -142,15 +140,17 @@ class Profiler:
         With pauses, as in a run: its threads sleep in between, and caches are cold.
         """
         channel = channel_of(self._group.process_group)
-        order = bytes(TOKEN_NBYTES * self._config.scheduler.microbatch_tokens)
-        started_s = None
-        for number in range(1 + _CALLS):
-            time.sleep(_PAUSE_S)
+        order = bytes(TEXT_NBYTES * self._config.scheduler.microbatch_tokens)
+
+        def tell() -> None:
             channel.share(order)
             channel.highest(0)
-            if number == 0:  # connects
-                started_s = time.process_time()
-        assert started_s is not None
+
+        tell()  # connects
+        started_s = time.process_time()
+        for _ in range(_CALLS):
+            time.sleep(_PAUSE_S)
+            tell()
         return (time.process_time() - started_s) / _CALLS
 
     def hold_backbone(self, mix: Mix) -> float:

@@ -174,8 +174,11 @@ class _Backbone:
             busy = busy + counts * mean(found.each.total - found.each.computing) + once
         else:
             busy = busy + surrogate.optimizer_s(one, held)
+        rest = mean(found.fill) + once
+        if candidate.backbone.degrees.pp > 1:
+            busy = np.array([each.sum() for each in slots]) + rest
         imbalance = float(computing.max(axis=1).sum() / computing.mean(axis=1).sum()) - 1.0
-        return cls(slots, mean(found.fill) + once, busy, imbalance)
+        return cls(slots, rest, busy, imbalance)
 
 
 def _steps(
@@ -192,8 +195,7 @@ def _steps(
         own = tuple(each[index] for each in encoded)
         work = encode = 0.0
         if candidate.mode == "colocated":
-            is_alone = candidate.backbone.degrees.pp == 1
-            work = float(busy) if is_alone else float(slots.sum() + rest)
+            work = float(busy)
             encode = shared_encode_s(candidate, own, packed, work, slowdown)
         steps.append(DrawnStep(slots, float(rest), own, work, encode))
     return steps
@@ -206,8 +208,8 @@ def shared_encode_s(
 
     All ranks wait in each step for the one whose device encodes most. Jobs share a device evenly, so in a step no
     encoder takes more of it than the rank does; but a mean device's part has to be done in any case.
-    work_s: the backbone's seconds in the step, of a mean device. Of a pipeline with its fill: while one rank shares its
-    device, those after it wait, so hardly any of it is free for encoding. slowdown: of both while they compute at once.
+    work_s: seconds of the step in which the backbone leaves a mean device no time (``Surrogate.busy_s``). slowdown: of
+    both while they compute at once.
     """
     mean = fullest = 0.0
     for each, chosen in zip(encoded, candidate.encoders.values(), strict=True):

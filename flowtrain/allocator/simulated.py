@@ -78,7 +78,7 @@ def with_shared_devices(
     """Return the step with what each device works for it, where it carries a rank and an encoder."""
     if candidate.backbone.degrees.pp == 1:
         work = simulator.computing_s(step.program, step.works)
-    else:  # see ``shared_encode_s``
+    else:  # as ``Surrogate.busy_s``
         seconds, transfers = simulator.durations(step.program, step.works)
         alone = Timeline(step.program, seconds, transfers, buffered=simulator.buffered)
         work = alone.makespan_s + simulator.optimizer_s()

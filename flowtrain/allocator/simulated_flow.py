@@ -42,10 +42,8 @@ from flowtrain.simulator.virtual_feeders import FeederGroup
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import Schedules, StepPlan
 from flowtrain.types.run_plan import Plan
-from flowtrain.types.samples import TEXT_PART, PartSize, SamplerState
+from flowtrain.types.samples import TEXT_NBYTES, TEXT_PART, PartSize, SamplerState
 
-_TEXT_NBYTES = 8
-"""Of a token in the pool: its id and its label, int32."""
 _COMPRESSION = 10
 """Bytes of an image's pixels over those of its file, as of JPEG; plans do not know the files."""
 
@@ -156,7 +154,7 @@ class FlowCandidate:
         columns = zip(workload.lengths, workload.vision_lengths, workload.target_lengths, strict=True)
         kinds = []
         for index, (tokens, vision, targets) in enumerate(columns):
-            parts = [PartSize(TEXT_PART, 1, 0, int(tokens), _TEXT_NBYTES * int(tokens))]
+            parts = [PartSize(TEXT_PART, 1, 0, int(tokens), TEXT_NBYTES * int(tokens))]
             files: list[int] = []
             for name, (counts, patches) in images.items():
                 spec, count, num_patches = model.encoders[name], int(counts[index]), int(patches[index])

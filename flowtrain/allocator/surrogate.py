@@ -262,12 +262,12 @@ class Surrogate:
     def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:
         """Return seconds of a step in which a mean device of the backbone has no time for anything else, ``[C]``.
 
-        A device waits while the pipeline fills and for slower ranks. An accelerator also computes for others during
-        transfers, gathers and reductions, but a CPU's cores do these themselves.
+        An accelerator also computes for others during gathers and reductions, but a CPU's cores do these themselves. Of
+        a pipeline's waits hardly any is free: while one rank shares its device, those after it wait.
         """
-        if self._cluster[columns.device_type].name != CPU:
-            return step.mean_computing + step.optimizer
-        return step.total - step.fill - step.computing + step.mean_computing
+        if self._cluster[columns.device_type].name == CPU:
+            return step.total
+        return np.where(columns.pp == 1, step.computing + step.optimizer, step.total)
 
 
 def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int) -> FloatArray:

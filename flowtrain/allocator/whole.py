@@ -129,8 +129,7 @@ def _best_colocated(
     times, step = surrogate.times[columns.device_type], surrogate.step_times(columns)
     encoding = sum(float(times.images_s(name, encoder_tp).mean()) for name in at.model.encoders) * batch * encoder_tp
     slowdown, _ = slowdown_of(at, surrogate, columns.device_type)
-    # Of a pipeline's fill hardly any is free: while one rank shares its device, those after it wait.
-    work = np.where(columns.pp == 1, surrogate.busy_s(columns, step), step.total)
+    work = surrogate.busy_s(columns, step)
     encode = np.full(len(columns), encoding) / columns.devices
     seconds = np.maximum(step.total, work + encoding_adds_s(encode, work, slowdown))
     for index in fastest(columns, seconds, _MOST_OF_SETTINGS):

@@ -36,10 +36,9 @@ class EncodedStep:
 
     def fullest_s(self, replicas: int) -> float:
         """Return the seconds of the replica that gets most of the step, if each leases a batch whenever it is free."""
-        loads = [0.0] * replicas
-        for seconds in self.seconds:
-            heapreplace(loads, loads[0] + seconds)
-        return max(loads)
+        free = [0.0] * replicas
+        self.ready_s(free, 0.0)
+        return max(free)
 
 
 def shared_end_s(ends: FloatArray, works: FloatArray, encodes: FloatArray, index: int, lookahead: int) -> float:

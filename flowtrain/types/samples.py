@@ -11,6 +11,8 @@ from flowtrain.types.wire import message
 
 TEXT_PART = "text"
 """Name of the part that holds a sample's token ids and labels."""
+TEXT_NBYTES = 8
+"""Of a token in it: its id and its label, int32."""
 IMAGES_PART = "images"
 """Name of the part that holds a sample's encoded images, one after another. Any other part has its encoder's name."""
 FED_PARTS = (TEXT_PART, IMAGES_PART)

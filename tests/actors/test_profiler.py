@@ -17,6 +17,7 @@ import torch.distributed as dist
 from flowtrain.actors import profiler as profiler_module
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.profiler import Profiler
+from flowtrain.actors.replica_channel import Alone
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
@@ -207,8 +208,19 @@ def test_calls_are_timed_through_the_link() -> None:
     assert times.answering_s == pytest.approx(1.0, rel=0.1)
 
 
-def test_the_ranks_messages_are_timed(profiler: Profiler) -> None:
-    assert 0 < profiler.messages_s() < 60
+def test_the_ranks_messages_are_timed(profiler: Profiler, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profiler.messages_s() > 0
+    orders: list[bytes] = []
+
+    class Recording(Alone):
+        def share(self, message: Any = None) -> Any:
+            orders.append(message)
+            return message
+
+    monkeypatch.setattr(profiler_module, "channel_of", lambda group: Recording())
+    monkeypatch.setattr(time, "process_time", lambda: float(len(orders)))  # each order takes a second
+    assert profiler.messages_s() == 1.0, "the first, which connects, does not count"
+    assert set(map(len, orders)) == {8 * config.scheduler.microbatch_tokens}, "as long as a full microbatch's texts"
 
 
 def test_samples_are_fed_as_by_a_feeder(profiler: Profiler) -> None:

@@ -264,7 +264,8 @@ def test_equal_samples_give_colocated_devices_the_formula(
     surrogate, columns = roofline_surrogate(asked), columns_of(found.backbone)
     step = surrogate.step_times(columns)
     encoding = 256 * surrogate.times[device].sample_s("vision", 1) / (dp * pp)
-    work = float(surrogate.busy_s(columns, step)[0] if pp == 1 else step.total[0])
+    work = float(surrogate.busy_s(columns, step)[0])
+    assert pp == 1 or work == step.total[0], "a pipeline's fill is not free"
     step_s = max(float(step.total[0]), work + encoding + 2.0 * (slowdown - 1.0) * min(encoding, work))
     drawn = drawn_rate(asked, surrogate, found, DrawnBatches.draw(asked.workload), slowdown)
     assert drawn.rate == pytest.approx(256 / step_s, rel=0.01)

@@ -37,34 +37,55 @@ CONDITIONS = (
     "where one has fewer rounds. *Starved* is the share of its time in which the backbone waits for data, *copied* "
     "what processes copy out of the pool and into it, *peak memory* that of all actors together."
 )
+HEAD = (
+    "# End to end: all modes, ablations, `mode: auto`, and what else there is",
+    "",
+    CONDITIONS,
+    "",
+    NORMALISATION,
+    "",
+    f"[{PAGE.stem}]({PAGE.stem}) has the runs, trials and profiles. Each setting names its commit.",
+    "",
+    f"![Tokens a second of each over those of auto]({PICTURE.name})",
+)
 
 
 def write_report(
-    found: dict[Setting, Rounds], figures: Sequence[Figure], origins: dict[Setting, str], arguments: Sequence[str]
+    found: dict[Setting, Rounds],
+    figures: Sequence[Figure],
+    origins: dict[Setting, str],
+    arguments: Sequence[str],
+    drawn: dict[Setting, Rounds],
 ) -> None:
-    """Write the page and its picture."""
-    draw(found)
-    PAGE.write_text("\n".join(page(found, figures, origins, arguments)) + "\n", encoding="utf-8")
+    """Write the settings' sections into the page, where others stay as they are, and the picture of all ``drawn``."""
+    draw(drawn)
+    sections = _sections(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+    for setting, rounds in found.items():
+        sections[f"{setting.model}, {setting.mix}"] = section(setting, rounds, figures, origins[setting], arguments)
+    lines = list(HEAD)
+    for title, body in sorted(sections.items()):
+        lines += ["", f"## {title}", "", *body]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def page(
-    found: dict[Setting, Rounds], figures: Sequence[Figure], origins: dict[Setting, str], arguments: Sequence[str]
+def _sections(text: str) -> dict[str, list[str]]:
+    """Lines of a page's sections, by title."""
+    parts = (each.partition("\n") for each in text.split("\n## ")[1:])
+    return {title: body.strip().splitlines() for title, _, body in parts}
+
+
+def section(
+    setting: Setting, rounds: Rounds, figures: Sequence[Figure], origin: str, arguments: Sequence[str]
 ) -> list[str]:
-    """Lines of the page."""
+    """Lines of one setting's section, without its title."""
     seen = machine()
     host = f"{seen['cpu']}, {seen['cores']} cores, {seen['memory_gib']} GiB, no accelerator"
-    lines = ["# End to end: all modes, ablations, `mode: auto`, and what else there is", "", "```"]
-    lines += [shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *_without_places(arguments)]), "```", ""]
+    command = shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *_without_places(arguments)])
+    lines = ["```", command, "```", ""]
     lines += [f"Commit {commit()}. Machine: {host}, Python {seen['python']}, torch {seen['torch']}.", ""]
-    lines += [CONDITIONS, "", NORMALISATION, ""]
-    lines += [f"[{PAGE.stem}]({PAGE.stem}) has its runs, trials and profiles.", ""]
-    lines += [f"![Tokens a second of each over those of auto]({PICTURE.name})"]
-    for setting, rounds in found.items():
-        lines += ["", f"## {setting.model}, {setting.mix}", "", f"Lengths: {origins[setting]}.", ""]
-        lines += _rates_table(rounds)
-        lines += ["", *_targets_table(setting, figures)]
-        if predicted := [each for each in figures if each.name.startswith(f"{setting.label}.planned.")]:
-            lines += ["", *_plan_table(setting, rounds, predicted)]
+    lines += [f"Lengths: {origin}.", "", *_rates_table(rounds), "", *_targets_table(setting, figures)]
+    if predicted := [each for each in figures if each.name.startswith(f"{setting.label}.planned.")]:
+        lines += ["", *_plan_table(setting, rounds, predicted)]
     return lines
 
 

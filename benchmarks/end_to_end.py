@@ -9,9 +9,9 @@ TRL's SFTTrainer and Ray Data with an encoder pool, each with the best of the se
 process with two threads or two with one, microbatches of one sample or as many as fit, sorted by cost within a step or
 not where it can. Padding does not count.
 
-Runs that --directory has of the same code are not repeated, so a stopped benchmark goes on. --report writes
-docs/results/end_to_end.md with a picture. --emulated runs the papers' models on emulated devices instead, each cell by
-itself. Exits with 1 if losses differ, or if a run fails.
+Runs that --directory has of the same code are not repeated, so a stopped benchmark goes on. --report writes the
+settings' sections of docs/results/end_to_end.md, and its picture. --emulated runs the papers' models on emulated
+devices instead, each cell by itself. Exits with 1 if losses differ, or if a run fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from _end_to_end_contest import OURS, Contest, RayWhenNeeded
 from _end_to_end_figures import figures_of
 from _end_to_end_peers import PEERS, install
 from _end_to_end_report import write_report
-from _end_to_end_store import Setting, Store, code_version
+from _end_to_end_store import Setting, Store, code_version, newest
 from _modes_data import QUICKSTART, REAL, ROOT
 from _modes_runs import Workload
 from _modes_workloads import MIXES, Prepared, prepare
@@ -129,7 +129,7 @@ def main() -> None:
     if args.report:
         origins = {Setting(each.label, name): mix.origin for each in prepared for name, mix in each.mixes.items()}
         found = {each: rounds for each in origins if (rounds := store.rounds(each))}
-        write_report(found, figures, origins, sys.argv[1:])
+        write_report(found, figures, origins, sys.argv[1:], newest(args.directory / RUNS[args.quick]))
     emit("end_to_end", figures, args.json)
     if failed:
         sys.exit("failed runs:\n" + "\n".join(failed))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,13 @@ class CandidateColumns:
         """Return some of them, by index or mask."""
         each = None if self.reduces_each is None else self.reduces_each[chosen]
         dp, pp, tp = self.dp[chosen], self.pp[chosen], self.tp[chosen]
-        return replace(self, dp=dp, pp=pp, tp=tp, reduces_each=each)
+        return CandidateColumns(self.module, self.device_type, dp, pp, tp, each, self.settings)
+
+    @property
+    def tps(self) -> list[int]:
+        """The different tensor parallel degrees, ascending."""
+        found: list[int] = np.flatnonzero(np.bincount(self.tp)).tolist()
+        return found
 
     @property
     def devices(self) -> IntArray:

@@ -44,6 +44,29 @@ class DrawnRate:
     """Device seconds of a step in which encoders on devices of their own have nothing to do."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnWork:
+    """The work of a configuration's steps, whenever its encoders may begin."""
+
+    steps: tuple[DrawnStep, ...]
+    imbalance: float
+    """As in ``DrawnRate``."""
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        surrogate: Surrogate,
+        candidate: ModeCandidate,
+        batches: DrawnBatches,
+        slowdown: float = 1.0,
+    ) -> DrawnWork:
+        """Return that of one configuration; arguments are those of ``drawn_rate``."""
+        packed = batches.packed(request, candidate.backbone.degrees.dp)
+        backbone = _Backbone.of(request, surrogate, candidate, packed)
+        return cls(tuple(_steps(request, surrogate, candidate, packed, backbone, slowdown)), backbone.imbalance)
+
+
 def drawn_rate(
     request: Request, surrogate: Surrogate, candidate: ModeCandidate, batches: DrawnBatches, slowdown: float = 1.0
 ) -> DrawnRate:
@@ -52,9 +75,12 @@ def drawn_rate(
     request, surrogate: those of its settings.
     slowdown: in ``colocated``, the time of encoder and backbone at once on a device over the sum of both alone.
     """
-    packed = batches.packed(request, candidate.backbone.degrees.dp)
-    backbone = _Backbone.of(request, surrogate, candidate, packed)
-    steps = _steps(request, surrogate, candidate, packed, backbone, slowdown)
+    return rate_of(request, candidate, batches, DrawnWork.of(request, surrogate, candidate, batches, slowdown))
+
+
+def rate_of(request: Request, candidate: ModeCandidate, batches: DrawnBatches, work: DrawnWork) -> DrawnRate:
+    """Return the rate of one configuration, whose work is known."""
+    packed, steps = batches.packed(request, candidate.backbone.degrees.dp), work.steps
     replicas = [replicas_of(each, packed) for each in candidate.encoders.values()]
     rounds = max(_ROUNDS, 2 * -(-_STEPS // (2 * len(steps))))
     num_steps = rounds * len(steps)
@@ -74,13 +100,13 @@ def drawn_rate(
             _idle_s(each, steps, index, seconds, packed) for index, each in enumerate(candidate.encoders.values())
         )
     rate = request.workload.global_batch_size / seconds
-    return DrawnRate(rate, backbone.imbalance, max(0.0, 1.0 - alone / seconds), idle)
+    return DrawnRate(rate, work.imbalance, max(0.0, 1.0 - alone / seconds), idle)
 
 
-def _idle_s(encoder: Candidate, steps: list[DrawnStep], index: int, step_s: float, packed: PackedBatches) -> float:
+def _idle_s(encoder: Candidate, steps: Sequence[DrawnStep], index: int, step_s: float, packed: PackedBatches) -> float:
     """Device seconds of a step that an encoder leaves over. index: its place in each step's encoders."""
     replicas = replicas_of(encoder, packed)
-    busy_s = sum(sum(step.encoded[index].seconds) for step in steps) / len(steps) / replicas
+    busy_s = sum(float(step.encoded[index].seconds.sum()) for step in steps) / len(steps) / replicas
     return encoder.degrees.world_size * max(0.0, step_s - busy_s)
 
 
@@ -214,7 +240,7 @@ def shared_encode_s(
     mean = fullest = 0.0
     for each, chosen in zip(encoded, candidate.encoders.values(), strict=True):
         replicas = replicas_of(chosen, packed)
-        mean += sum(each.seconds) / replicas * chosen.degrees.world_size / candidate.backbone.devices
+        mean += float(each.seconds.sum()) / replicas * chosen.degrees.world_size / candidate.backbone.devices
         fullest += min(each.fullest_s(replicas), work_s)
     encode = max(mean, fullest)
     return float(encoding_adds_s(np.array(encode), np.array(work_s), slowdown))
@@ -242,7 +268,7 @@ def encoded_steps(
         # Batches until the last sample of each slot.
         ends = np.searchsorted(own_slots, np.arange(last - first), side="right")
         needed = np.concatenate([[0], batch + 1])[ends]
-        found.append(EncodedStep(tuple(durations.tolist()), needed))
+        found.append(EncodedStep(durations.astype(np.float64), needed))
     return found
 
 

@@ -41,7 +41,7 @@ def finishes(
     are encoded, or with ``is_barrier`` when those of the whole step are. No time is ever later with a larger
     ``lookahead``, without a barrier, or with shorter work.
     """
-    free = [[0.0] * count for count in replicas]
+    free = [np.zeros(count) for count in replicas]
     ends, last, works, encodes = np.zeros(num_steps), 0.0, np.zeros(num_steps), np.zeros(num_steps)
     started = [np.concatenate([[0.0], np.cumsum(step.slots)]) for step in steps]
     for index in range(num_steps):
@@ -49,7 +49,7 @@ def finishes(
         opened = float(ends[index - lookahead - 1]) if index > lookahead else 0.0
         end = last + float(before[-1])
         for encoded, heap in zip(step.encoded, free, strict=True):
-            if encoded.seconds:
+            if len(encoded.seconds):
                 ready = encoded.ready_s(heap, opened)
                 at = ready[-1] if is_barrier else ready
                 end = max(end, float((at + before[-1] - before[:-1]).max()))

@@ -78,7 +78,7 @@ def backbone_peaks(
     num_microbatches, size = workload.num_microbatches(columns.dp), microbatch_size(workload)
     reduces_each = np.zeros(len(columns), dtype=bool) if columns.reduces_each is None else columns.reduces_each
     peaks = np.empty(len(columns), dtype=np.int64)
-    for tp in np.unique(columns.tp).tolist():
+    for tp in columns.tps:
         at = np.flatnonzero(columns.tp == tp)
         row, starts = rows.of_degrees(columns.pp[at])
         each = np.repeat(at, np.diff(starts, append=len(row)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.drawn import DrawnRate, drawn_rate
+from flowtrain.allocator.drawn import DrawnRate, DrawnWork, rate_of
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.mode_modules import modules_of
@@ -27,7 +27,7 @@ from flowtrain.allocator.mode_reasons import (
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
-from flowtrain.allocator.simulated import DeviceTimesOf, simulated_run
+from flowtrain.allocator.simulated import DeviceTimesOf, SimulatedWork, run_of, simulated_work
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
@@ -142,6 +142,9 @@ class _Search:
     allocation: Allocation | None = None
     refused: ConfigError | None = None
     """Why there is no allocation."""
+    drawn: dict[object, DrawnWork] = field(default_factory=dict)
+    simulated: dict[object, SimulatedWork] = field(default_factory=dict)
+    """What ``decoupled`` and ``disaggregated`` do alike, and when is another matter."""
 
     def allocate(self, solver: Solver | None, modes: Sequence[Mode], method: AllocationMethod) -> None:
         """Solve Eq. 2 if a mode needs it."""
@@ -221,17 +224,23 @@ class _Search:
         )
 
     def _drawn(self, candidate: ModeCandidate) -> DrawnRate:
-        at = self.request.of(candidate.backbone)
-        surrogate = self.surrogate_for(at)
-        slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
-        return drawn_rate(at, surrogate, self._as_run(candidate), self.batches, slowdown)
+        at, run = self.request.of(candidate.backbone), self._as_run(candidate)
+        key = _work_key(run)
+        if key not in self.drawn:
+            surrogate = self.surrogate_for(at)
+            slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
+            self.drawn[key] = DrawnWork.of(at, surrogate, run, self.batches, slowdown)
+        return rate_of(at, run, self.batches, self.drawn[key])
 
     def _simulated(self, candidate: ModeCandidate, drawn: DrawnRate, times_of: DeviceTimesOf) -> DrawnRate:
-        at = self.request.of(candidate.backbone)
-        surrogate = self.surrogate_for(at)
-        slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
-        run = simulated_run(at, surrogate, times_of, self._as_run(candidate), self.batches, slowdown=slowdown)
-        return replace(drawn, rate=at.workload.global_batch_size / run.step_s, starved=run.starved)
+        at, run = self.request.of(candidate.backbone), self._as_run(candidate)
+        key = _work_key(run)
+        if key not in self.simulated:
+            surrogate = self.surrogate_for(at)
+            slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
+            self.simulated[key] = simulated_work(at, surrogate, times_of, run, self.batches, slowdown)
+        found = run_of(at, run, self.batches, self.simulated[key])
+        return replace(drawn, rate=at.workload.global_batch_size / found.step_s, starved=found.starved)
 
     def _as_run(self, candidate: ModeCandidate) -> ModeCandidate:
         return as_run(candidate, self.allocation)
@@ -254,6 +263,12 @@ class _Search:
             predicted,
             was_tried(self.trials, plan),
         )
+
+
+def _work_key(candidate: ModeCandidate) -> object:
+    """What the work of a candidate's steps depends on."""
+    mode = "decoupled" if candidate.mode == "disaggregated" else candidate.mode
+    return mode, candidate.backbone, *candidate.encoders.items(), candidate.encoder_layers
 
 
 def host_s(request: Request, surrogate: Surrogate, candidate: ModeCandidate, idle_s: float) -> float:

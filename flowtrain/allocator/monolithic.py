@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import get_args
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.degrees import encoder_degree_faults
-from flowtrain.allocator.parameter_traffic import StageParameters
+from flowtrain.allocator.parameter_traffic import StageParameters, joined
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.run_memory import memory_of_ranks, monolithic_size
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, fill_slots
@@ -114,47 +114,96 @@ def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateC
     of_sample = float(images[images > 0].mean()) if images.any() else 1.0  # at least, where there are any
     of_microbatch = mean * float(images.mean()) / workload.num_microbatches(columns.dp)
     together = np.rint(np.maximum(of_microbatch, of_sample))  # whole, so that few differ
-    for tp, batch in np.unique(np.stack([columns.tp, together]), axis=1).T:
-        at = (columns.tp == tp) & (together == batch)
-        each = surrogate.times[columns.device_type].images_s(name, int(tp), together=batch)
-        more = np.ceil(mean[at] - 1e-9) - mean[at]
-        seconds[at] = mean[at] * float(each.mean()) + more * float(each.min())
+    more = np.ceil(mean - 1e-9) - mean
+    for tp in columns.tps:
+        of_tp = columns.tp == tp
+        for batch in np.unique(together[of_tp]).tolist():
+            at = of_tp & (together == batch)
+            each, least = surrogate.images_in_ranks_s(columns.device_type, name, tp, batch)
+            seconds[at] = mean[at] * each + more[at] * least
     return seconds
 
 
-def least_step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns) -> FloatArray:
-    """Return seconds that no partition can be below, ``[C]``.
+@dataclass(frozen=True, slots=True, eq=False)
+class PartTimes:
+    """Seconds of a mean microbatch on the fullest replica, by part of the model, of many configurations ``[C]``."""
+
+    num_microbatches: FloatArray
+    """Of the step; no seconds."""
+    tokens: FloatArray
+    """Of the microbatch; no seconds."""
+    encoder: FloatArray
+    """All its layers."""
+    layer: FloatArray
+    """One decoder layer."""
+    connector: FloatArray
+    head: FloatArray
+    calls: FloatArray
+    """Of each rank beside them (``ModuleTimes.microbatch_s``)."""
+
+    @classmethod
+    def of(cls, request: Request, surrogate: Surrogate, columns: CandidateColumns) -> PartTimes:
+        """Return those of some configurations."""
+        num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
+        tokens, times = request.workload.fullest_tokens(columns.dp) / num_microbatches, surrogate.times
+        own = times[columns.device_type]
+        layer, connector, head = np.empty((3, len(columns)))
+        for tp in columns.tps:
+            at = columns.tp == tp
+            layer[at], connector[at] = own.layer_s(tokens[at], tp), own.connector_s(tokens[at], tp)
+            head[at] = own.head_s(tokens[at], tp)
+        encoder = images_of_rank_s(request, surrogate, columns) / num_microbatches
+        return cls(num_microbatches, tokens, encoder, layer, connector, head, own.microbatch_s(columns.pp * columns.tp))
+
+    def __getitem__(self, chosen: IntArray) -> PartTimes:
+        """Return those of some of them, by index."""
+        return PartTimes(*(getattr(self, each.name)[chosen] for each in fields(PartTimes)))
+
+
+def least_step_s(request: Request, columns: CandidateColumns, parts: PartTimes) -> FloatArray:
+    """Return seconds that no partition can be below, ``[C]``. parts: of the columns.
 
     Some rank has no less than an even share of all, nor than the decoder layers of an even share, rounded up.
     """
-    num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
-    tokens = request.workload.fullest_tokens(columns.dp) / num_microbatches
-    mean = surrogate.mean_stage_s(columns, tokens)
-    mean = mean + images_of_rank_s(request, surrogate, columns) / num_microbatches / columns.pp
-    slowest, depth = np.empty(len(columns)), request.model.backbone.num_layers
-    for tp in np.unique(columns.tp).tolist():
-        at = columns.tp == tp
-        slowest[at] = -(-depth // columns.pp[at]) * surrogate.times[columns.device_type].layer_s(tokens[at], tp)
-    slots = fill_slots(columns.pp, num_microbatches, request.slices.chunks)
+    pp, depth, num_microbatches = columns.pp, request.model.backbone.num_layers, parts.num_microbatches
+    mean = (depth * parts.layer + parts.connector + parts.head + parts.encoder) / pp + parts.calls
+    slowest = np.where(pp == 1, mean, np.maximum(-(-depth // pp) * parts.layer, mean))
+    slots = fill_slots(pp, num_microbatches, request.slices.chunks)
     # Other ranks wait for the slowest in each microbatch, and it waits for them in each slot of the fill.
-    shared = np.minimum(slots / np.maximum(columns.pp - 1, 1), num_microbatches)
-    slowest = np.where(columns.pp == 1, mean, np.maximum(slowest, mean))
-    return shared * columns.pp * mean + (num_microbatches - shared) * slowest
+    shared = np.minimum(slots / np.maximum(pp - 1, 1), num_microbatches)
+    return shared * pp * mean + (num_microbatches - shared) * slowest
 
 
 def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, place: EncoderPlace) -> FloatArray:
     """Return seconds of a step, ``[C]``; all columns have one pp and tp. ConfigError as ``monolithic_partition``."""
-    pp, tp = int(columns.pp[0]), int(columns.tp[0])
-    loads, times = rank_loads(request, pp, place), surrogate.times[columns.device_type]
-    num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
-    tokens = request.workload.fullest_tokens(columns.dp) / num_microbatches
-    encoder = images_of_rank_s(request, surrogate, columns) / num_microbatches
-    parts = times.layer_s(tokens, tp), times.connector_s(tokens, tp), times.head_s(tokens, tp)
-    stages = loads.stage_s(encoder, *parts) + times.microbatch_s(columns.pp * columns.tp)
+    return steps_s(request, surrogate, columns, (place,))[0]
+
+
+def steps_s(
+    request: Request,
+    surrogate: Surrogate,
+    columns: CandidateColumns,
+    places: Sequence[EncoderPlace],
+    parts: PartTimes | None = None,
+) -> FloatArray:
+    """Return seconds of a step with the encoder at each of some places, ``[places, C]``; otherwise as ``step_s``.
+
+    parts: of these columns, if they are known.
+    """
+    parts = PartTimes.of(request, surrogate, columns) if parts is None else parts
+    loads = [rank_loads(request, int(columns.pp[0]), place) for place in places]
+    stages = [each.stage_s(parts.encoder, parts.layer, parts.connector, parts.head) + parts.calls for each in loads]
+    every = columns[np.tile(np.arange(len(columns)), len(places))]
     step = surrogate.step_of(
-        columns, num_microbatches, tokens, stages.max(axis=0), stages.mean(axis=0), held(request, columns, loads)
+        every,
+        np.tile(parts.num_microbatches, len(places)),
+        np.tile(parts.tokens, len(places)),
+        np.concatenate([each.max(axis=0) for each in stages]),
+        np.concatenate([each.mean(axis=0) for each in stages]),
+        joined([held(request, columns, each) for each in loads]),
     )
-    return step.total + own_fill_s(request, columns, place, encoder)
+    seconds: FloatArray = step.total.reshape(len(places), -1)
+    return seconds + [own_fill_s(request, columns, place, parts.encoder) for place in places]
 
 
 def own_fill_s(request: Request, columns: CandidateColumns, place: EncoderPlace, encoder: FloatArray) -> FloatArray:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import count
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
 
 import numpy as np
 
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.allocate import WORTH_RATING
-from flowtrain.allocator.candidates import CandidateColumns
+from flowtrain.allocator.candidates import BoolArray, CandidateColumns
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, enumerate_module
 from flowtrain.allocator.settings_search import SLOWNESS
@@ -34,6 +33,24 @@ _MOST_CHECKED = 200
 """Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Configurations with the same settings, pp and tp."""
+
+    columns: CandidateColumns
+    """All with these settings, ``[C]``."""
+    parts: monolithic.PartTimes
+    fits: BoolArray
+    """Whether each one fits an amount of memory, ``[rooms, C]``."""
+    members: IntArray
+    """Which of all are in the group."""
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of a replica."""
+        return int(self.columns.pp[self.members[0]] * self.columns.tp[self.members[0]])
+
+
 class MonolithicSearch:
     """Best first: a group of configurations has a bound on its rate; its rates and then its memory follow lazily."""
 
@@ -42,19 +59,23 @@ class MonolithicSearch:
     ) -> None:
         self._request, self._surrogate_for = request, surrogate_for
         self._memory_nbytes = request.memory_nbytes(BACKBONE, device_type.name)
-        self._queue: list[tuple[float, int, Any]] = []
+        self._queue: list[tuple[float, int, _Group | ModeCandidate]] = []
         self._order = count()
         self.least_peak: int | None = None
         added = monolithic.added_nbytes(request.decided())
         # Ranks of a pipeline share the encoder, so they may have more room than one that has it whole; all ranks share
         # the gradients and states of a trained one.
         least = 0 if monolithic.is_trained(request) else added // 4
-        for room in dict.fromkeys(self._memory_nbytes - each for each in (added, added // 4, least)):
+        rooms = dict.fromkeys(self._memory_nbytes - each for each in (added, added // 4, least))
+        fitting: defaultdict[BackboneSettings | None, list[CandidateColumns]] = defaultdict(list)
+        for room in rooms:
             enumeration = enumerate_module(request, BACKBONE, device_type, room, memos)
             for columns in filter(len, enumeration.every):
-                self._add(columns)
+                fitting[columns.settings].append(columns)
             if enumeration.least_peak_nbytes is not None:
                 self.least_peak = enumeration.least_peak_nbytes + added
+        for every in fitting.values():
+            self._add(every)
 
     def best(self) -> Iterator[ModeCandidate]:
         """Yield the fastest that fit."""
@@ -64,12 +85,10 @@ class MonolithicSearch:
             negative, _, entry = heapq.heappop(self._queue)
             if -negative < least:
                 return
-            if not isinstance(entry, ModeCandidate):
-                columns, group = entry
-                size = int(columns.pp[group[0]] * columns.tp[group[0]])
-                if same[size] < MOST_OF_SIZE and num_expanded < _MOST_EXPANDED:
+            if isinstance(entry, _Group):
+                if same[entry.replica_size] < MOST_OF_SIZE and num_expanded < _MOST_EXPANDED:
                     num_expanded += 1
-                    self._expand(columns, group)
+                    self._expand(entry)
                 continue
             key = replace(entry.backbone, rate=0.0), entry.encoder_layers
             degrees = entry.backbone.degrees
@@ -94,23 +113,29 @@ class MonolithicSearch:
         at = self._request if columns.settings is None else self._request.with_settings(columns.settings)
         return at, self._surrogate_for(at)
 
-    def _add(self, columns: CandidateColumns) -> None:
-        at, surrogate = self._at(columns)
-        tps = [tp for tp in np.unique(columns.tp).tolist() if monolithic.splits_encoder(at, tp)]
-        columns = columns[np.isin(columns.tp, tps)]
+    def _add(self, rooms: Sequence[CandidateColumns]) -> None:
+        """Add what fits with some settings; rooms: for different amounts of memory, so most are in several."""
+        at, surrogate = self._at(rooms[0])
+        columns, fits = _merged(rooms)
+        tps = [tp for tp in columns.tps if monolithic.splits_encoder(at, tp)]
+        splits = np.isin(columns.tp, tps)
+        columns, fits = columns[splits], fits[:, splits]
         if not len(columns):
             return
-        bounds = at.workload.global_batch_size / monolithic.least_step_s(at, surrogate, columns)
+        parts = monolithic.PartTimes.of(at, surrogate, columns)
+        bounds = at.workload.global_batch_size / monolithic.least_step_s(at, columns, parts)
         for group in monolithic.groups(columns):
-            self._push(float(bounds[group].max()), (columns, group))
+            self._push(float(bounds[group].max()), _Group(columns, parts, fits, group))
 
-    def _expand(self, columns: CandidateColumns, group: Any) -> None:
-        columns = columns[group]
+    def _expand(self, group: _Group) -> None:
+        columns, parts = group.columns[group.members], group.parts[group.members]
         at, surrogate = self._at(columns)
         batch = at.workload.global_batch_size
-        for place in monolithic.places(at, int(columns.pp[0])):
-            seconds = monolithic.step_s(at, surrogate, columns, place)
-            for index in fastest(columns, seconds, MOST_OF_SIZE):
+        places = monolithic.places(at, int(columns.pp[0]))
+        rooms = [np.flatnonzero(each) for each in group.fits[:, group.members]]
+        for place, seconds in zip(places, monolithic.steps_s(at, surrogate, columns, places, parts), strict=True):
+            best = [_first(columns, seconds, each, MOST_OF_SIZE) for each in rooms]
+            for index in dict.fromkeys(chain.from_iterable(best)):
                 rate = batch / float(seconds[index])
                 backbone = columns.candidate(index, rate)
                 self._push(
@@ -141,8 +166,23 @@ class MonolithicSearch:
             if is_more and replace(settings, activation_checkpointing=word) == each:
                 yield each
 
-    def _push(self, rate: float, entry: Any) -> None:
+    def _push(self, rate: float, entry: _Group | ModeCandidate) -> None:
         heapq.heappush(self._queue, (-rate, next(self._order), entry))
+
+
+def _merged(every: Sequence[CandidateColumns]) -> tuple[CandidateColumns, BoolArray]:
+    """Return different configurations with the same settings, and which of ``every`` has each, ``[len(every), C]``."""
+    columns = [np.stack([each.tp, each.pp, each.dp, _reduces(each)]) for each in every]
+    bases = np.max([each.max(axis=1) for each in columns], axis=0) + 1
+    numbers = [np.ravel_multi_index(tuple(each), tuple(bases)) for each in columns]
+    different = np.unique(np.concatenate(numbers))
+    tp, pp, dp, reduces = np.unravel_index(different, tuple(bases))
+    merged = replace(every[0], tp=tp, pp=pp, dp=dp, reduces_each=reduces > 0)
+    return merged, np.stack([np.isin(different, each) for each in numbers])
+
+
+def _reduces(columns: CandidateColumns) -> BoolArray:
+    return np.zeros(len(columns), dtype=bool) if columns.reduces_each is None else columns.reduces_each
 
 
 def fastest(columns: CandidateColumns, seconds: FloatArray, most: int) -> list[int]:

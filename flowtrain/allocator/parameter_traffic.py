@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -38,6 +38,13 @@ class StageParameters:
     def of(self, chosen: IntArray) -> StageParameters:
         """Return those of some configurations, by index."""
         return StageParameters(self.layers[chosen], self.outer[chosen], self.unit[chosen], self.trained[chosen])
+
+
+def joined(every: Sequence[StageParameters]) -> StageParameters:
+    """Return the parameters of several, one after another."""
+    return StageParameters(
+        *(np.concatenate([getattr(each, column.name) for each in every]) for column in fields(StageParameters))
+    )
 
 
 class ParameterTraffic:

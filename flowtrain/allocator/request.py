@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -60,6 +60,7 @@ class Request:
     equals."""
     settings: BackboneSettings | None = None
     """The one of ``choices`` that the fields above have; None if nothing was chosen."""
+    _with_settings: dict[BackboneSettings, Request] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
@@ -71,6 +72,11 @@ class Request:
 
     def with_settings(self, settings: BackboneSettings) -> Request:
         """Return the request with these settings of the backbone, and nothing left to choose but the reduction."""
+        if settings not in self._with_settings:
+            self._with_settings[settings] = self._made_with(settings)
+        return self._with_settings[settings]
+
+    def _made_with(self, settings: BackboneSettings) -> Request:
         setup = self.setup
         if settings.activation_checkpointing is not None:
             setup = replace(setup, activation_checkpointing=settings.activation_checkpointing)
@@ -167,7 +173,10 @@ def enumerate_module(
     """
     if module == BACKBONE:
         room = request.memory_nbytes(module, device_type.name) if memory_nbytes is None else memory_nbytes
-        return _enumerate_backbone(request, device_type, room, (memos or memos_of(request))[device_type.name])
+        memo = (memos or memos_of(request))[device_type.name]
+        if room not in memo.found:
+            memo.found[room] = _enumerate_backbone(request, device_type, room, memo)
+        return memo.found[room]
     return enumerate_encoder(
         device_type,
         request.model.encoders[module],

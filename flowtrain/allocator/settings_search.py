@@ -47,9 +47,13 @@ class Variant:
 
 
 class PeakMemo:
-    """Peaks of the configurations in ``shapes``, each predicted once, for searches in different amounts of memory."""
+    """Peaks of the configurations in ``shapes``, each predicted once, for searches in different amounts of memory.
+
+    ``found`` has what was searched, by that amount.
+    """
 
     def __init__(self) -> None:
+        self.found: dict[int, Enumeration] = {}
         self._peaks: dict[tuple[BackboneSettings | None, ReductionName], IntArray] = {}
 
     def peaks(self, variant: Variant, reduction: ReductionName, every: CandidateColumns, index: IntArray) -> IntArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,14 @@ DeviceTimesOf = Callable[[Request, str], DeviceTimes]
 """Times of any work on a type of device, with a request's settings."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedWork:
+    """The work of a configuration's steps, whenever its encoders may begin."""
+
+    simulator: StepSimulator
+    steps: tuple[StepWork, ...]
+
+
 def simulated_run(
     request: Request,
     surrogate: Surrogate,
@@ -43,8 +51,35 @@ def simulated_run(
     slowdown: in ``colocated``, the time of encoder and backbone at once on a device over the sum of both alone.
     num_steps: least number of steps; the second half counts.
     """
-    degrees = candidate.backbone.degrees
-    packed = batches.packed(request, degrees.dp)
+    work = simulated_work(request, surrogate, times_of, candidate, batches, slowdown)
+    return run_of(request, candidate, batches, work, num_steps=num_steps)
+
+
+def run_of(
+    request: Request, candidate: ModeCandidate, batches: DrawnBatches, work: SimulatedWork, *, num_steps: int = 12
+) -> SimulatedRun:
+    """Return the times of one configuration, whose work is known; arguments are those of ``simulated_run``."""
+    packed, steps = batches.packed(request, candidate.backbone.degrees.dp), work.steps
+    return simulate(
+        work.simulator,
+        steps,
+        num_steps=-(-num_steps // (2 * len(steps))) * 2 * len(steps),  # each half has each batch as often
+        replicas=[replicas_of(each, packed) for each in candidate.encoders.values()],
+        lookahead=batches.scheduler.lookahead_steps,
+        is_barrier=candidate.mode == "disaggregated",
+    )
+
+
+def simulated_work(
+    request: Request,
+    surrogate: Surrogate,
+    times_of: DeviceTimesOf,
+    candidate: ModeCandidate,
+    batches: DrawnBatches,
+    slowdown: float = 1.0,
+) -> SimulatedWork:
+    """Return the work of one configuration; arguments are those of ``simulated_run``."""
+    packed = batches.packed(request, candidate.backbone.degrees.dp)
     simulator = step_simulator(request, times_of, candidate)
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
     schedule = schedule_of(request)
@@ -57,14 +92,7 @@ def simulated_run(
         if candidate.mode == "colocated":
             step = with_shared_devices(step, simulator, candidate, packed, slowdown)
         steps.append(step)
-    return simulate(
-        simulator,
-        steps,
-        num_steps=-(-num_steps // (2 * len(steps))) * 2 * len(steps),  # each half has each batch as often
-        replicas=[replicas_of(each, packed) for each in candidate.encoders.values()],
-        lookahead=batches.scheduler.lookahead_steps,
-        is_barrier=candidate.mode == "disaggregated",
-    )
+    return SimulatedWork(simulator, tuple(steps))
 
 
 def schedule_of(request: Request) -> ScheduleName:

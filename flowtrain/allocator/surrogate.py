@@ -98,6 +98,7 @@ class Surrogate:
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
         self.times = times
         self._sending_efficiency = link_efficiency if sending_efficiency is None else sending_efficiency
+        self._images_s: dict[tuple[str, str, int, float], tuple[float, float]] = {}
         self.chunks = slices.chunks
         # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
@@ -123,7 +124,7 @@ class Surrogate:
             return self._workload.global_batch_size / self.step_times(columns).total
         times = self.times[columns.device_type]
         rates = np.empty(len(columns))
-        for tp in np.unique(columns.tp).tolist():
+        for tp in columns.tps:
             at = columns.tp == tp
             rates[at] = columns.dp[at] / times.sample_s(columns.module, tp)
         return rates
@@ -216,7 +217,7 @@ class Surrogate:
             return np.zeros(len(columns))
         host = self._cluster[columns.device_type].links.host * self._sending_efficiency
         offloaded, copying = self._stages[columns.pp].T[3], np.empty(len(columns))
-        for tp in np.unique(columns.tp).tolist():
+        for tp in columns.tps:
             at, setup = columns.tp == tp, replace(self._setup, tp=tp)
             per_token = layer_activation_nbytes(self._model.backbone, setup, _MANY_TOKENS) / _MANY_TOKENS
             copying[at] = offloaded[at] * per_token * tokens[at] / host
@@ -247,7 +248,7 @@ class Surrogate:
         times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
         depth = self._model.backbone.num_layers
         slowest, mean = np.empty(len(columns)), np.empty(len(columns))
-        for tp in np.unique(columns.tp).tolist():
+        for tp in columns.tps:
             at = columns.tp == tp
             layer = times.layer_s(tokens[at], tp)
             connector, head = times.connector_s(tokens[at], tp), times.head_s(tokens[at], tp)
@@ -258,6 +259,14 @@ class Surrogate:
         # Once for each rank, which fetches the microbatch for all its chunks.
         calls = times.microbatch_s(columns.pp * columns.tp)
         return slowest + calls, mean + calls
+
+    def images_in_ranks_s(self, device_type: str, encoder: str, tp: int, together: float) -> tuple[float, float]:
+        """Return the mean and the least seconds of a sample's images, where ranks forward so many images at once."""
+        key = device_type, encoder, tp, together
+        if key not in self._images_s:
+            seconds = self.times[device_type].images_s(encoder, tp, together=together)
+            self._images_s[key] = float(seconds.mean()), float(seconds.min())
+        return self._images_s[key]
 
     def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:
         """Return seconds of a step in which a mean device of the backbone has no time for anything else, ``[C]``.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -171,8 +173,8 @@ def rank_peaks(
 ) -> IntArray:
     """Return the device bytes of backbone ranks at the worst of ``MOMENTS``, ``[N]``; arguments as ``rank_nbytes``."""
     found = rank_nbytes(spec, connector, ranks, setup, microbatch, **scales)
-    each = [np.sum([found[name] for name in names if name in found], axis=0) for names in MOMENTS.values()]
-    return np.max(each, axis=0)
+    each = [reduce(add, (found[name] for name in names if name in found)) for names in MOMENTS.values()]
+    return reduce(np.maximum, each)
 
 
 def _with_trained_encoder(

@@ -47,8 +47,9 @@ class Fold:
             for kind in mine:
                 counts[held, kind] = counts.get((held, kind), 0) + 1
             start += size
-        set_of = [frozenset(kinds[at : at + size]) for at, size in _starts(set_sizes) for _ in range(size)]
-        stands_for = np.array([counts[set_of[replica], kinds[replica]] for replica in kept], dtype=np.int64)
+        sets = [frozenset(kinds[at : at + size]) for at, size in _starts(set_sizes)]
+        set_of = np.repeat(np.arange(len(sets)), set_sizes)
+        stands_for = np.array([counts[sets[set_of[replica]], kinds[replica]] for replica in kept], dtype=np.int64)
         return cls(np.array(kept, dtype=np.int64), stands_for, tuple(sizes.values()), len(kinds))
 
     def works(self, works: MicrobatchColumns) -> MicrobatchColumns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice, takewhile
 
 import numpy as np
 
@@ -97,10 +96,13 @@ class _Builder:
 
     def _needed(self, actions: Sequence[Action], at: int) -> int:
         """The latest microbatch of an action, or of the group of launches that it begins."""
+        latest = actions[at].microbatch
         if not actions[at].kind.is_launch or (at and actions[at - 1].kind.is_launch):
-            return actions[at].microbatch
-        group = takewhile(lambda action: action.kind.is_launch, islice(actions, at, None))
-        return max(action.microbatch for action in group)
+            return latest
+        end = at + 1
+        while end < len(actions) and actions[end].kind.is_launch:
+            latest, end = max(latest, actions[end].microbatch), end + 1
+        return latest
 
     def _add_computation(self, rank: int, action: Action, is_last: bool, begun: set[int]) -> None:
         place, is_backward = self._place(action), action.kind is ActionKind.BACKWARD_STAGE

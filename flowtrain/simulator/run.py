@@ -129,7 +129,7 @@ def simulate(
 
     num_steps: at least 1. replicas: of each encoder with actors of its own.
     """
-    free = [[0.0] * count for count in replicas]
+    free = [np.zeros(count) for count in replicas]
     durations = [simulator.durations(step.program, step.works) for step in steps]
     optimizer_s, now = simulator.optimizer_s(), 0.0
     done: list[SimulatedStep] = []
@@ -156,12 +156,12 @@ def simulate(
     return SimulatedRun(tuple(done), timeline, simulator, tuple(steps))
 
 
-def _ready(step: StepWork, free: Sequence[list[float]], opened: float, *, is_barrier: bool) -> FloatArray:
+def _ready(step: StepWork, free: Sequence[FloatArray], opened: float, *, is_barrier: bool) -> FloatArray:
     """When the data of each fetch are there, ``[F]``."""
     slots = step.program.fetches.microbatch
     ready = np.zeros(len(slots))
     for encoded, heap in zip(step.encoded, free, strict=True):
-        if encoded.seconds:
+        if len(encoded.seconds):
             each = encoded.ready_s(heap, opened)
             ready = np.maximum(ready, each[-1] if is_barrier else each[slots])
     return ready

@@ -278,7 +278,8 @@ def test_a_step_waits_for_the_shared_device_that_encodes_most() -> None:
     packed = PackedBatches(4, 1.0, nothing, nothing, np.array([1]))
 
     def shared_s(*seconds: float, work_s: float = 10.0) -> float:
-        return shared_encode_s(found, (EncodedStep(seconds, np.array([len(seconds)])),), packed, work_s, slowdown=1.0)
+        encoded = EncodedStep(np.array(seconds), np.array([len(seconds)]))
+        return shared_encode_s(found, (encoded,), packed, work_s, slowdown=1.0)
 
     assert shared_s(1.0, 1.0, 1.0, 1.0) == 1.0
     assert shared_s(1.0, 1.0, 4.0, 1.0) == 4.0, "three devices wait for the one with the long batch"

@@ -23,7 +23,7 @@ def drawn_steps(draw: st.DrawFn, encoders: int = 1) -> list[DrawnStep]:
             seconds = draw(st.lists(SECONDS, max_size=6))
             needed = sorted(draw(st.lists(st.integers(0, len(seconds)), min_size=len(slots), max_size=len(slots))))
             needed[-1] = len(seconds)
-            encoded.append(EncodedStep(tuple(seconds), np.array(needed)))
+            encoded.append(EncodedStep(np.array(seconds, dtype=float), np.array(needed)))
         shared = draw(SECONDS)
         steps.append(DrawnStep(np.array(slots), draw(SECONDS), tuple(encoded), shared, shared and draw(SECONDS)))
     return steps
@@ -52,7 +52,7 @@ def test_no_step_is_shorter_than_its_work(steps: list[DrawnStep], replicas: int,
 
 
 def step(slots: list[float], seconds: list[float], needed: list[int], rest_s: float = 0.0) -> DrawnStep:
-    return DrawnStep(np.array(slots), rest_s, (EncodedStep(tuple(seconds), np.array(needed)),))
+    return DrawnStep(np.array(slots), rest_s, (EncodedStep(np.array(seconds, dtype=float), np.array(needed)),))
 
 
 def test_a_slot_waits_for_its_own_images_alone() -> None:
@@ -80,9 +80,9 @@ def test_one_encode_batch_a_step_keeps_few_replicas_busy() -> None:
 
 def test_a_shared_device_does_the_work_of_both() -> None:
     """What a backbone leaves free is the encoders': 2 of 3 seconds busy and 2 seconds to encode are 4 seconds."""
-    one = DrawnStep(np.array([2.0]), 1.0, (EncodedStep((2.0,), np.array([1])),), 2.0, 2.0)
+    one = DrawnStep(np.array([2.0]), 1.0, (EncodedStep(np.array([2.0]), np.array([1])),), 2.0, 2.0)
     ends = finishes([one], [1], 2, is_barrier=False, num_steps=20)
     assert float(ends[-1] - ends[9]) / 10 == pytest.approx(4.0)
-    little = DrawnStep(np.array([2.0]), 1.0, (EncodedStep((0.5,), np.array([1])),), 2.0, 0.5)
+    little = DrawnStep(np.array([2.0]), 1.0, (EncodedStep(np.array([0.5]), np.array([1])),), 2.0, 0.5)
     ends = finishes([little], [1], 2, is_barrier=False, num_steps=20)
     assert float(ends[-1] - ends[9]) / 10 == pytest.approx(3.0), "hidden in the backbone's waits"

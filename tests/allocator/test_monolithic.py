@@ -87,7 +87,8 @@ def test_no_partition_is_faster_than_the_bound(pp: int, tp: int, place: EncoderP
     """The search looks at the rest only while the bound is above what it has."""
     asked, found = world(width=width)
     one = columns(dp, pp, tp)
-    assert float(monolithic.least_step_s(asked, found, one)[0]) <= float(
+    parts = monolithic.PartTimes.of(asked, found, one)
+    assert float(monolithic.least_step_s(asked, one, parts)[0]) <= float(
         monolithic.step_s(asked, found, one, place)[0]
     ) * (1 + 1e-9)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import _end_to_end_figures
+import _end_to_end_report
 import pytest
 import torch
 from _end_to_end_auto import Predicted
 from _end_to_end_contest import WrongResult
 from _end_to_end_figures import figures_of
-from _end_to_end_store import Record, Setting, Store
+from _end_to_end_store import Record, Setting, Store, newest
 from _hf_samples import pad, pad_with_pixels
 
 from flowtrain.data.conversation import IGNORE_LABEL
@@ -43,6 +45,29 @@ def test_a_store_goes_on_with_its_own_version_alone(tmp_path: Path) -> None:
     assert list(again.rounds(HERE)) == ["colocated"], "a trial is no round"
     assert Store(path, "newer drawn").trials(HERE, "trl_sft") == {"": 3.0}, "peers run none of FlowTrain's code"
     assert not Store(path, "newer drawn").rounds(HERE) and not Store(path, "new traces").trials(HERE, "trl_sft")
+
+
+def test_each_setting_is_drawn_from_its_last_version(tmp_path: Path) -> None:
+    path, other = tmp_path / "runs.jsonl", Setting("tiny", "other")
+    Store(path, "old drawn").add(record("auto", 1.0))
+    Store(path, "old drawn").add(replace(record("auto", 2.0), mix=other.mix))
+    Store(path, "new drawn").add(record("auto", 3.0))
+    Store(path, "newer drawn").add(record("hf_trainer", 4.0, number=None))
+    found = {setting: rounds["auto"][0].tokens_per_s for setting, rounds in newest(path).items()}
+    assert found == {HERE: 3.0, other: 2.0}
+
+
+def test_a_report_leaves_other_settings_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_end_to_end_report, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(_end_to_end_report, "PICTURE", tmp_path / "page.svg")
+    other = Setting("tiny", "other")
+    for setting, rate in ((HERE, 1.0), (other, 2.0), (HERE, 3.0)):
+        rounds = {"auto": {0: record("auto", rate)}}
+        _end_to_end_report.write_report({setting: rounds}, [], {setting: "drawn"}, ["--json"], {setting: rounds})
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert [each for each in lines if each.startswith("## ")] == ["## tiny, even", "## tiny, other"]
+    assert [each.split(" | ")[1] for each in lines if each.startswith("| `auto`")] == ["3", "2"]
+    assert (tmp_path / "page.svg").exists()
 
 
 def test_auto_is_compared_with_the_best_mode_round_by_round() -> None:

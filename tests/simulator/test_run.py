@@ -29,7 +29,7 @@ def drawn_steps(random: Random, simulator: StepSimulator, dp: int, count: int) -
         num_slots = random.randint(1, 4)
         lists = one_f_one_b(simulator.partition, num_slots)
         works = MicrobatchColumns.of(drawn_works(random, num_slots * dp))
-        seconds = tuple(random.uniform(0.0, 0.4) for _ in range(random.randint(1, 6)))
+        seconds = np.array([random.uniform(0.0, 0.4) for _ in range(random.randint(1, 6))])
         needed = np.array(sorted(random.randint(0, len(seconds)) for _ in range(num_slots)))
         steps.append(StepWork(simulator.program([lists] * dp), works, (EncodedStep(seconds, needed),)))
     return steps
@@ -66,7 +66,7 @@ def test_a_starved_backbone_says_so():
     simulator = StepSimulator(build_partition(DEPTH, 1), action_times(Degrees(1, 1, 1)))
     work = MicrobatchColumns.of([MicrobatchWork((1024,), 512, 256)])
     program = simulator.program([one_f_one_b(simulator.partition, 1)])
-    slow = StepWork(program, work, (EncodedStep((5.0,), np.array([1])),))
+    slow = StepWork(program, work, (EncodedStep(np.array([5.0]), np.array([1])),))
     run = simulate(simulator, [slow], num_steps=6, replicas=[1], lookahead=2)
     alone = simulate(simulator, [replace(slow, encoded=())], num_steps=6)
     assert run.step_s == pytest.approx(5.0)

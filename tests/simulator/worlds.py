@@ -177,7 +177,7 @@ def encoded_steps(samples: DrawnSamples, dp: int, patch_s: float) -> list[tuple[
             until = {p for each in range(slot + 1) for rank in range(dp) for p in plan.microbatch_positions(each, rank)}
             needed.append(sum(1 for each in plan.encode_batches if until & set(each.positions)))
         seconds = tuple(patch_s * each.num_patches for each in plan.encode_batches)
-        found.append((plan, EncodedStep(seconds, np.array(needed))))
+        found.append((plan, EncodedStep(np.array(seconds), np.array(needed))))
     return found
 
 

@@ -37,11 +37,12 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """run: does one round's run. in_ray: needs this process's Ray."""
+    """run: does one round's run. in_ray: needs this process's Ray. how: its settings in words, if they may change."""
 
     name: str
     run: Callable[[int], Record]
     in_ray: bool
+    how: str | None = None
 
 
 class RayWhenNeeded:
@@ -106,8 +107,7 @@ class Contest:
         return [self._ours(Variant(name, ()), predicted.plans[name.removeprefix(PLANNED)]) for name in names]
 
     def _predict(self, variants: list[Variant]) -> Predicted:
-        version = self._store.version.replace(" ", "-")
-        profile = self._directory / f"{self._setting.label}.{version}.profile.json"
+        profile = self._profile()
         self._cluster.be(not profile.exists())
         measure_profile(self._workload, profile)
         self.predicted = predict(self._workload, profile)
@@ -115,7 +115,17 @@ class Contest:
         say(f"{self._setting.label}: {AUTO} is {self.predicted.winner}; predicted samples/s {self.predicted.rates}")
         return self.predicted
 
+    def _profile(self) -> Path:
+        """The file of the profile: one that is there, of the newest version that counts."""
+        paths = [
+            self._directory / f"{self._setting.label}.{version.replace(' ', '-')}.profile.json"
+            for version in self._store.versions
+        ]
+        return next((path for path in paths if path.exists()), paths[0])
+
     def _ours(self, variant: Variant, plan: Plan | None) -> Contestant:
+        how = ", ".join(variant.overrides) if plan is None else words_of(plan)
+
         def run(number: int) -> Record:
             directory = f"{variant.name}-{number}"
             measured = self._workload.run(directory, variant.overrides, plan=plan)
@@ -134,11 +144,10 @@ class Contest:
                 **{f"busy_s.{role}": seconds for role, seconds in measured.busy_s.items()},
             }
             loss = None if variant.name == BLIND else measured.losses[0]
-            how = ", ".join(variant.overrides) if plan is None else words_of(plan)
             place = (self._setting.model, self._setting.mix)
             return Record(*place, variant.name, number, measured.tokens_per_s, loss, how, details)
 
-        return Contestant(variant.name, run, in_ray=True)
+        return Contestant(variant.name, run, in_ray=True, how=how)
 
     def _peer(self, name: str) -> Contestant | None:
         """A peer with the fastest of its settings; None if all failed."""
@@ -166,7 +175,7 @@ class Contest:
         """Run, in turn, all that this round still lacks; ``failed`` gets what failed."""
         shift = number % max(1, len(contestants))
         for each in contestants[shift:] + contestants[:shift]:
-            if self._store.has(self._setting, each.name, number):
+            if self._store.has(self._setting, each.name, number, each.how):
                 continue
             self._cluster.be(each.in_ray)
             where = f"{self._setting.label}.{each.name}, round {number + 1}"

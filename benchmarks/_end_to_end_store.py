@@ -77,16 +77,17 @@ class Store:
     """
 
     def __init__(self, path: Path, version: str, also: Sequence[str] = ()) -> None:
-        """also: other versions whose records count."""
+        """also: other versions whose records count, the newest first."""
         self._path, self.version = path, version
+        self.versions = (version, *also)
+        """All that count, the newest first."""
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines]
         further = version.partition(" ")[2]
         alike = [each for each in found if each["version"].partition(" ")[2] == further]
         trials = [each for each in alike if each["record"]["round"] is None]
-        counted = {version, *also}
-        rounds = [each for each in alike if each["version"] in counted and each["record"]["round"] is not None]
-        rounds.sort(key=lambda each: each["version"] == version)  # the later of two counts
+        rounds = [each for each in alike if each["version"] in self.versions and each["record"]["round"] is not None]
+        rounds.sort(key=lambda each: -self.versions.index(each["version"]))  # the last of two counts
         self._records = [Record(**each["record"]) for each in (*trials, *rounds)]
 
     def add(self, record: Record) -> None:
@@ -95,9 +96,10 @@ class Store:
         with self._path.open("a") as file:
             file.write(json.dumps({"version": self.version, "record": asdict(record)}) + "\n")
 
-    def has(self, setting: Setting, name: str, number: int) -> bool:
-        """Whether a round's run was measured."""
-        return any(each.name == name and each.round == number for each in self._of(setting))
+    def has(self, setting: Setting, name: str, number: int, how: str | None = None) -> bool:
+        """Whether a round's run was measured. how: with these settings; None: any."""
+        found = self.rounds(setting).get(name, {}).get(number)
+        return found is not None and how in (None, found.how)
 
     def trials(self, setting: Setting, name: str) -> dict[str, float]:
         """Tokens/s of a contestant's settings that were tried."""

@@ -82,14 +82,18 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short runs, kept apart from the others")
     parser.add_argument("--fresh", action="store_true", help="forget the runs and profiles of --directory")
     parser.add_argument("--report", action="store_true", help="write docs/results/end_to_end.md and its picture")
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="TREE",
+        help="git trees of flowtrain/ whose runs and profiles count as well, the newest first",
+    )
     parser.add_argument("--json", action="store_true")
     emulated = parser.add_argument_group("emulated devices")
     emulated.add_argument("--emulated", action="store_true", help="run the papers' models on emulated devices instead")
     emulated.add_argument(
         "--cells", nargs="+", metavar="PART", help="cells whose name has a part, as vlm_6b.16.infovqa"
-    )
-    emulated.add_argument(
-        "--also", nargs="+", default=[], metavar="TREE", help="git trees of flowtrain/ whose cells count as well"
     )
     emulated.add_argument("--device", default="h200", help="the device that is emulated")
     emulated.add_argument("--steps", type=int, default=8, help="of each cell")
@@ -123,8 +127,9 @@ def main() -> None:
             mixes=args.mixes,
         )
         lengths, patches = "traces" if args.traces else "drawn", args.encode_patches or "default"
-        version = code_version(lengths, f"{args.layers}-layers", f"{patches}-patches")
-        store = Store(args.directory / RUNS[args.quick], version)
+        further = (lengths, f"{args.layers}-layers", f"{patches}-patches")
+        also = [" ".join([tree, *further]) for tree in args.also]
+        store = Store(args.directory / RUNS[args.quick], code_version(*further), also)
         figures, failed = measure(prepared, store, args)
     if args.report:
         origins = {Setting(each.label, name): mix.origin for each in prepared for name, mix in each.mixes.items()}

@@ -122,7 +122,7 @@ def _trial(contestant: Contestant) -> Iterator[str]:
     """What trials say."""
     predicted = contestant.predicted
     if contestant.was_tried:
-        yield f"a trial ran {contestant.rate:.4g} samples/s, {predicted:.4g} were predicted"
+        yield f"trials ran {contestant.rate:.4g} samples/s, {predicted:.4g} were predicted"
     elif predicted is not None and predicted != contestant.rate:
         yield f"{predicted:.4g} samples/s are predicted, and corrected by how far trials of like plans were off"
 

@@ -19,7 +19,7 @@ from flowtrain.controller.planning.report import PlanReport, make_report, starta
 from flowtrain.controller.resolve import resolve
 from flowtrain.controller.run import run_training
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profile_trials import Trial, trial_conditions
+from flowtrain.costs.profile_trials import CLOSE, Trial, trial_conditions
 from flowtrain.errors import ConfigError, DataError, FlowTrainError
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.types.run_plan import Plan
@@ -30,8 +30,8 @@ MOST_TRIALS, MOST_FAILURES = 8, 3
 """Plans that are tried; plans that may fail before any has run."""
 WORTH = 0.8
 """Plans with less than this share of the best rate are not tried."""
-CLOSE, ROUNDS = 0.9, 3
-"""Plans with at least this share of the best measured rate run so often; so do those whose two runs differ by more."""
+ROUNDS = 3
+"""Plans within ``CLOSE`` of the best measured rate run so often; so do those whose two runs differ by more."""
 NUM_STEPS = 16
 """Measured steps of a run."""
 _OVERRIDES = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Annotated, Any, ClassVar
 
@@ -14,6 +14,8 @@ from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings, EncoderPlace, Mode
 
+CLOSE = 0.9
+"""Rates of plans that differ by no more may do so by luck."""
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -48,6 +50,11 @@ class TriedPlan:
         """Plans of one shape wait for each other in the same places, so predictions err alike."""
         return self.mode, self.backbone.pp > 1, self.backbone.tp > 1
 
+    def works_as(self, other: TriedPlan) -> bool:
+        """Whether both do the same work: with encoders apart, a barrier only says when they may begin."""
+        apart = ("decoupled", "disaggregated")
+        return self == (replace(other, mode=self.mode) if self.mode in apart and other.mode in apart else other)
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -79,16 +86,23 @@ def was_tried(trials: Sequence[Trial], plan: TriedPlan) -> bool:
 
 
 def correction(trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool = False) -> float:
-    """Return what a predicted rate is multiplied by: the plan's own trial, else the mean of those of its shape.
+    """Return what a predicted rate is multiplied by: the mean of trials of its work, else of those of its shape.
+
+    Plans of the same work (``TriedPlan.works_as``) whose rates are ``CLOSE`` share their trials: what the barrier of
+    ``disaggregated`` costs is mostly less than rates vary, so each one's own trial would choose between it and
+    ``decoupled`` by luck. A plan whose own trial failed gets 0.
 
     Plans of a shape that was never tried get a factor of those with the same pipeline and tensor parallelism in other
     modes, or of all trials. may_be_tried: the highest, so that an untried plan is not passed over because the model
     errs for all plans alike; its own trial decides then. Otherwise the lowest: it must not win by luck.
     """
-    for each in trials:
-        if each.plan == plan:
-            return each.factor
+    if any(each.plan == plan and not each.measured for each in trials):
+        return 0.0
     ran = [each for each in trials if each.measured > 0]
+    if own := [each for each in ran if each.plan.works_as(plan)]:
+        if min(each.measured for each in own) < CLOSE * max(each.measured for each in own):  # no luck
+            own = [each for each in own if each.plan == plan] or own
+        return fmean(each.factor for each in own)
     alike = [each.factor for each in ran if each.plan.shape == plan.shape]
     if alike:
         return fmean(alike)

@@ -56,7 +56,7 @@ def test_the_fastest_in_trials_wins_and_has_its_measured_rate(
     for mode in ("decoupled", "colocated", "monolithic", "disaggregated"):
         order, found, report = tried(config, lambda plan, mode=mode: 99.0 if plan.mode == mode else 80.0, monkeypatch)
         assert report.winner.mode == mode and report.winner.was_tried and report.rate == pytest.approx(99.0)
-        assert "a trial ran 99 samples/s" in report.winner.reason
+        assert "trials ran 99 samples/s" in report.winner.reason
         assert order[: len(found)] == [trial.plan.mode for trial in found], "each plan once, then those that are close"
         assert len({repr(trial.plan) for trial in found}) == len(found) <= trials.MOST_TRIALS
 

@@ -34,6 +34,25 @@ def test_a_tried_plan_gets_its_measured_rate(predicted: float, measured: list[fl
     assert was_tried(trials, ONE)
 
 
+@given(rates, rates, rates, st.floats(0.91, 1.09))
+def test_luck_does_not_put_a_barrier_before_its_absence(free: float, barrier: float, one: float, luck: float) -> None:
+    """Both plans do the same work, so the predicted order stays, whichever of them had the luckier trial."""
+    waiting = replace(ONE, mode="disaggregated")
+    free, barrier = max(free, barrier), min(free, barrier)
+    trials = [Trial(ONE, free, (one,)), Trial(waiting, barrier, (luck * one,))]
+    assert free * correction(trials, ONE) >= barrier * correction(trials, waiting)
+    for apart in (0.85, 1.15):  # is more than luck
+        trials[1] = Trial(waiting, barrier, (apart * one,))
+        assert barrier * correction(trials, waiting) == pytest.approx(apart * one)
+        assert free * correction(trials, ONE) == pytest.approx(one)
+    assert correction(trials[:1], waiting) == pytest.approx(one / free), "one that never ran goes by the other"
+    assert not was_tried(trials[:1], waiting)
+    assert correction([*trials[1:], Trial(ONE, free, (0.0,))], ONE) == 0.0, "but a plan that failed is never fast"
+    # Other plans of these modes, and these in other modes, are other work.
+    larger = replace(waiting, encoders={"vision": Degrees(dp=2)})
+    assert not ONE.works_as(larger) and not REPLICAS.works_as(replace(REPLICAS, mode="decoupled"))
+
+
 def test_plans_of_a_shape_err_alike() -> None:
     trials = [Trial(PIPELINE, 10.0, (8.0,)), Trial(REPLICAS, 10.0, (9.0,))]
     longer = replace(PIPELINE, backbone=Degrees(dp=2, pp=4))

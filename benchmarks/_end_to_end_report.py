@@ -56,12 +56,15 @@ def write_report(
     origins: dict[Setting, str],
     arguments: Sequence[str],
     drawn: dict[Setting, Rounds],
+    also: Sequence[str] = (),
 ) -> None:
     """Write the settings' sections into the page, where others stay as they are, and the picture of all ``drawn``."""
     draw(drawn)
     sections = _sections(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     for setting, rounds in found.items():
-        sections[f"{setting.model}, {setting.mix}"] = section(setting, rounds, figures, origins[setting], arguments)
+        sections[f"{setting.model}, {setting.mix}"] = section(
+            setting, rounds, figures, origins[setting], arguments, also
+        )
     lines = list(HEAD)
     for title, body in sorted(sections.items()):
         lines += ["", f"## {title}", "", *body]
@@ -75,14 +78,20 @@ def _sections(text: str) -> dict[str, list[str]]:
 
 
 def section(
-    setting: Setting, rounds: Rounds, figures: Sequence[Figure], origin: str, arguments: Sequence[str]
+    setting: Setting,
+    rounds: Rounds,
+    figures: Sequence[Figure],
+    origin: str,
+    arguments: Sequence[str],
+    also: Sequence[str] = (),
 ) -> list[str]:
     """Lines of one setting's section, without its title."""
     seen = machine()
     host = f"{seen['cpu']}, {seen['cores']} cores, {seen['memory_gib']} GiB, no accelerator"
     command = shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *_without_places(arguments)])
     lines = ["```", command, "```", ""]
-    lines += [f"Commit {commit()}. Machine: {host}, Python {seen['python']}, torch {seen['torch']}.", ""]
+    trees = f", and runs of flowtrain/ at the trees {', '.join(also)}" if also else ""
+    lines += [f"Commit {commit()}{trees}. Machine: {host}, Python {seen['python']}, torch {seen['torch']}.", ""]
     lines += [f"Lengths: {origin}.", "", *_rates_table(rounds), "", *_targets_table(setting, figures)]
     if predicted := [each for each in figures if each.name.startswith(f"{setting.label}.planned.")]:
         lines += ["", *_plan_table(setting, rounds, predicted)]

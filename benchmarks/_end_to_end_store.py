@@ -61,12 +61,14 @@ def code_version(*further: str) -> str:
     return " ".join([git("rev-parse", "--short", "HEAD:flowtrain") + changed, *further])
 
 
-def newest(path: Path) -> dict[Setting, dict[str, dict[int, Record]]]:
-    """Return each setting's runs by contestant and round, of the last version that has any."""
+def newest(path: Path, also: Sequence[str] = ()) -> dict[Setting, dict[str, dict[int, Record]]]:
+    """Return each setting's runs by contestant and round, of the last version that has any, and of ``also``."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rounds = [(each["version"], Record(**each["record"])) for each in lines if each["record"]["round"] is not None]
     versions = {record.setting: version for version, record in rounds}
-    return {setting: Store(path, version).rounds(setting) for setting, version in sorted(versions.items(), key=str)}
+    return {
+        setting: Store(path, version, also).rounds(setting) for setting, version in sorted(versions.items(), key=str)
+    }
 
 
 class Store:

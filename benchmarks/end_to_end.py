@@ -134,7 +134,8 @@ def main() -> None:
     if args.report:
         origins = {Setting(each.label, name): mix.origin for each in prepared for name, mix in each.mixes.items()}
         found = {each: rounds for each in origins if (rounds := store.rounds(each))}
-        write_report(found, figures, origins, sys.argv[1:], newest(args.directory / RUNS[args.quick]))
+        drawn = newest(args.directory / RUNS[args.quick], also)
+        write_report(found, figures, origins, sys.argv[1:], drawn, args.also)
     emit("end_to_end", figures, args.json)
     if failed:
         sys.exit("failed runs:\n" + "\n".join(failed))

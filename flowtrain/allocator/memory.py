@@ -77,24 +77,21 @@ def backbone_peaks(
     rows = _rank_rows(slices, model.backbone, setup.activation_checkpointing, setup.checkpoint_every)
     num_microbatches, size = workload.num_microbatches(columns.dp), microbatch_size(workload)
     reduces_each = np.zeros(len(columns), dtype=bool) if columns.reduces_each is None else columns.reduces_each
-    peaks = np.empty(len(columns), dtype=np.int64)
-    for tp in columns.tps:
-        at = np.flatnonzero(columns.tp == tp)
-        row, starts = rows.of_degrees(columns.pp[at])
-        each = np.repeat(at, np.diff(starts, append=len(row)))
-        found = rank_peaks(
-            model.backbone,
-            model.connector,
-            rows.columns(row, columns.pp[each], num_microbatches[each]),
-            replace(setup, tp=tp),
-            size,
-            dp=columns.dp[each],
-            num_shards=num_shards[each],
-            accumulates=num_microbatches[each] > 1,
-            reduces_each=reduces_each[each],
-        )
-        peaks[at] = np.maximum.reduceat(found, starts)
-    return peaks
+    row, starts = rows.of_degrees(columns.pp)
+    each = np.repeat(np.arange(len(columns)), np.diff(starts, append=len(row)))
+    found = rank_peaks(
+        model.backbone,
+        model.connector,
+        rows.columns(row, columns.pp[each], num_microbatches[each]),
+        setup,
+        size,
+        dp=columns.dp[each],
+        tp=columns.tp[each],
+        num_shards=num_shards[each],
+        accumulates=num_microbatches[each] > 1,
+        reduces_each=reduces_each[each],
+    )
+    return np.maximum.reduceat(found, starts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

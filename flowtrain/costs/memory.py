@@ -156,6 +156,7 @@ def _backbone_memory(
         setup,
         microbatch,
         dp=np.array([setup.dp]),
+        tp=np.array([setup.tp]),
         num_shards=np.array([setup.num_shards]),
         accumulates=np.array([setup.accumulates]),
         reduces_each=np.array([setup.gradient_reduction == "microbatch"]),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,14 @@ from flowtrain.costs.activations import (
 )
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
-from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, ReductionName, TrainingSetup
 
 BoolArray = NDArray[np.bool_]
 Ends = tuple[bool, bool]
 """Whether a chunk is the first of the backbone, and whether it is the last."""
+TpT = TypeVar("TpT", int, IntArray)
+"""A tensor parallel degree, or one for each rank."""
+_ENDS: tuple[Ends, ...] = ((False, False), (False, True), (True, False), (True, True))
 
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
@@ -87,15 +91,16 @@ def rank_nbytes(
     microbatch: MicrobatchSize,
     *,
     dp: IntArray,
+    tp: IntArray,
     num_shards: IntArray,
     accumulates: BoolArray,
     reduces_each: BoolArray,
 ) -> dict[str, IntArray]:
     """Return the bytes of ranks by the names of ``costs.memory.StepMemory``, each ``[N]``.
 
-    setup: its own dp, shards, ``accumulates`` and ``gradient_reduction`` do not count, those of the arrays do.
+    setup: its own dp, tp, shards, ``accumulates`` and ``gradient_reduction`` do not count, those of the arrays do.
     """
-    dtype, tokens, tp = setup.dtype_nbytes, microbatch.num_tokens, setup.tp
+    dtype, tokens, of_tp = setup.dtype_nbytes, microbatch.num_tokens, _ByTp.of(setup, tp)
     per_layer = layer_parameters(spec, tp)
     outer = _outer_parameters(spec, connector, ranks, tp)
     trained_outer = _trained_outer(spec, connector, ranks, tp)
@@ -112,21 +117,23 @@ def rank_nbytes(
     table = dtype * -(-spec.vocab_size // tp) * spec.hidden_size
     head = np.where(ranks.has_last, table if trains_head(spec) else 0, 0)
     sums_whole = accumulates & ~reduces_each
-    activations = sum(count * kept_nbytes(spec, setup, tokens, word) for word, count in ranks.kept_layers.items())
-    for (is_first, is_last), count in ranks.kept_chunks.items():
-        empty = Chunk(0, is_first, is_last)
-        activations = activations + count * chunk_activation_nbytes(spec, connector, empty, setup, microbatch)
-    in_flight = activations - _ended_nbytes(spec, connector, ranks, setup, microbatch)
+    words = {**ranks.kept_layers, **ranks.first_layers}
+    kept = {word: of_tp(partial(_kept_nbytes, spec, tokens, word)) for word in words}
+    empty = {ends: of_tp(partial(_empty_nbytes, spec, connector, microbatch, ends)) for ends in _ENDS}
+    activations = sum(count * kept[word] for word, count in ranks.kept_layers.items())
+    for ends, count in ranks.kept_chunks.items():
+        activations = activations + count * empty[ends]
+    in_flight = activations - _ended_nbytes(ranks, kept, empty)
     host = np.zeros_like(whole)
     if "offload" in ranks.kept_layers:
         # The layer called last stays on the device; in the backward its place is that of the layer before.
-        layer = layer_activation_nbytes(spec, setup, tokens)
+        layer = of_tp(lambda setup: layer_activation_nbytes(spec, setup, tokens))
         activations = activations + np.where(ranks.kept_layers["offload"] > 0, layer, 0)
         host = ranks.kept_layers["offload"] * layer
     working = np.where(
         sums_whole,
-        _working_nbytes(spec, ranks, replace(setup, accumulates=True, gradient_reduction="step"), tokens),
-        _working_nbytes(spec, ranks, replace(setup, accumulates=True, gradient_reduction="microbatch"), tokens),
+        _working_nbytes(spec, ranks, of_tp, "step", tokens),
+        _working_nbytes(spec, ranks, of_tp, "microbatch", tokens),
     )
     return {
         "parameters": FLOAT32_NBYTES * shard,
@@ -136,7 +143,7 @@ def rank_nbytes(
         "gathered": gathered,
         "activations": np.asarray(activations),
         "working": working + head,
-        "loss": np.where(ranks.has_last, loss_nbytes(spec, setup, microbatch), 0),
+        "loss": np.where(ranks.has_last, of_tp(lambda setup: loss_nbytes(spec, setup, microbatch)), 0),
         "reduced": reduction_nbytes(
             dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each, _last_gradient(spec, ranks, table)
         ),
@@ -147,22 +154,48 @@ def rank_nbytes(
     }
 
 
-def _ended_nbytes(
-    spec: TransformerSpec,
-    connector: ConnectorSpec,
-    ranks: RankColumns,
-    setup: TrainingSetup,
-    microbatch: MicrobatchSize,
-) -> IntArray:
-    """Activations of one microbatch in the first chunk, whose backward comes last, ``[N]``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByTp:
+    """What differs by the tensor parallel degree, computed once for each."""
+
+    setups: tuple[TrainingSetup, ...]
+    """One for each degree."""
+    which: IntArray
+    """Of them, by rank, ``[N]``."""
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, tp: IntArray) -> _ByTp:
+        """Return the setups of some ranks' degrees."""
+        degrees = np.flatnonzero(np.bincount(tp))
+        return cls(tuple(replace(setup, tp=each) for each in degrees.tolist()), np.searchsorted(degrees, tp))
+
+    def __call__(self, nbytes: Callable[[TrainingSetup], int]) -> IntArray:
+        """Return the bytes that a setup gives, by rank, ``[N]``."""
+        return np.array([nbytes(setup) for setup in self.setups], dtype=np.int64)[self.which]
+
+
+def _kept_nbytes(spec: TransformerSpec, num_tokens: int, word: str, setup: TrainingSetup) -> int:
+    return kept_nbytes(spec, setup, num_tokens, word)
+
+
+def _empty_nbytes(
+    spec: TransformerSpec, connector: ConnectorSpec, microbatch: MicrobatchSize, ends: Ends, setup: TrainingSetup
+) -> int:
+    """Activations of a chunk without layers."""
+    return chunk_activation_nbytes(spec, connector, Chunk(0, *ends), setup, microbatch)
+
+
+def _ended_nbytes(ranks: RankColumns, kept: Mapping[str, IntArray], empty: Mapping[Ends, IntArray]) -> IntArray:
+    """Activations of one microbatch in the first chunk, whose backward comes last, ``[N]``.
+
+    kept: by a layer of each strategy. empty: by a chunk without layers.
+    """
     is_last = ranks.has_last & (ranks.num_chunks == 1)
     ended = np.zeros(len(is_last), dtype=np.int64)
-    for first in (False, True):
-        for last in (False, True):
-            nbytes = chunk_activation_nbytes(spec, connector, Chunk(0, first, last), setup, microbatch)
-            ended += np.where((ranks.has_first == first) & (is_last == last), nbytes, 0)
+    for (first, last), nbytes in empty.items():
+        ended += np.where((ranks.has_first == first) & (is_last == last), nbytes, 0)
     for word, count in ranks.first_layers.items():
-        ended += count * kept_nbytes(spec, setup, microbatch.num_tokens, word)
+        ended += count * kept[word]
     return ended
 
 
@@ -187,18 +220,18 @@ def reduction_nbytes(
     return FLOAT32_NBYTES * num_parameters + beside
 
 
-def _last_gradient(spec: TransformerSpec, ranks: RankColumns, table: int) -> IntArray:
+def _last_gradient(spec: TransformerSpec, ranks: RankColumns, table: IntArray) -> IntArray:
     """Bytes of the embedding's own gradient; with a tied head on the rank, both are in one sum."""
     is_sum = ranks.has_last if spec.tied_embeddings else np.zeros_like(ranks.has_last)
     return np.where(ranks.has_first & ~is_sum & trains_embedding(spec), table, 0)
 
 
-def layer_parameters(spec: TransformerSpec, tp: int) -> int:
-    """Return the parameters of one decoder layer on one rank of a tensor parallel group."""
+def layer_parameters(spec: TransformerSpec, tp: TpT) -> TpT:
+    """Return the parameters of one decoder layer on one rank of tensor parallel groups."""
     return (spec.layer_parameters - 2 * spec.hidden_size) // tp + 2 * spec.hidden_size
 
 
-def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, tp: int) -> IntArray:
+def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, tp: IntArray) -> IntArray:
     """Parameters outside the layers: embedding, connector, final norm, head; tied ones once per rank."""
     num_tables = ranks.has_first.astype(np.int64) + ranks.has_last
     if spec.tied_embeddings:
@@ -207,7 +240,7 @@ def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, ranks: Ra
     return tables + ranks.has_first * -(-connector.num_parameters // tp) + ranks.has_last * spec.hidden_size
 
 
-def _trained_outer(spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, tp: int) -> IntArray:
+def _trained_outer(spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, tp: IntArray) -> IntArray:
     """Those of ``_outer_parameters`` that are trained."""
     if spec.trained is None:
         return _outer_parameters(spec, connector, ranks, tp)
@@ -228,10 +261,20 @@ def trains_embedding(spec: TransformerSpec) -> bool:
     return spec.trained is None or spec.trained.embedding > 0
 
 
-def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, setup: TrainingSetup, num_tokens: int) -> IntArray:
+def _working_nbytes(
+    spec: TransformerSpec, ranks: RankColumns, of_tp: _ByTp, reduction: ReductionName, num_tokens: int
+) -> IntArray:
     """The most that the backward of decoder layers holds in addition to all activations, ``[N]``."""
-    each = [_example_working_nbytes(spec, chunks, setup, num_tokens) for chunks in ranks.examples]
-    return np.array(each, dtype=np.int64)[ranks.example]
+    each = [
+        [
+            _example_working_nbytes(
+                spec, chunks, replace(setup, accumulates=True, gradient_reduction=reduction), num_tokens
+            )
+            for chunks in ranks.examples
+        ]
+        for setup in of_tp.setups
+    ]
+    return np.array(each, dtype=np.int64)[of_tp.which, ranks.example]
 
 
 @lru_cache(maxsize=4096)

@@ -128,6 +128,7 @@ def _best_colocated(
     surrogate, batch = surrogate_for(at), at.workload.global_batch_size
     times, step = surrogate.times[columns.device_type], surrogate.step_times(columns)
     encoding = sum(float(times.images_s(name, encoder_tp).mean()) for name in at.model.encoders) * batch * encoder_tp
+    sample_s = {name: times.sample_s(name, encoder_tp) for name in at.model.encoders}
     slowdown, _ = slowdown_of(at, surrogate, columns.device_type)
     work = surrogate.busy_s(columns, step)
     encode = np.full(len(columns), encoding) / columns.devices
@@ -136,10 +137,8 @@ def _best_colocated(
         backbone = columns.candidate(index, batch / float(step.total[index]))
         dp = backbone.devices // encoder_tp
         encoders = {
-            name: Candidate(
-                name, columns.device_type, Degrees(dp, 1, encoder_tp), dp / times.sample_s(name, encoder_tp)
-            )
-            for name in at.model.encoders
+            name: Candidate(name, columns.device_type, Degrees(dp, 1, encoder_tp), dp / seconds_of_one)
+            for name, seconds_of_one in sample_s.items()
         }
         rate = batch / float(seconds[index])
         yield ModeCandidate(
@@ -149,12 +148,15 @@ def _best_colocated(
 
 def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos) -> Found:
     enumeration = enumerate_module(request, BACKBONE, device_type, memos=memos)
-    found = []
+    found, best = [], 0.0
     for columns in filter(len, enumeration.every):
         at = request if columns.settings is None else request.with_settings(columns.settings)
         seconds = surrogate_for(at).step_times(columns).total
+        best = max(best, at.workload.global_batch_size / float(seconds.min()))
         for index in fastest(columns, seconds, _MOST_OF_SETTINGS):
             rate = at.workload.global_batch_size / float(seconds[index])
+            if rate < WORTH_RATING * best:
+                continue
             backbone = columns.candidate(index, rate)
             found.append(
                 ModeCandidate(

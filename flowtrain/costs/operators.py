@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -92,8 +93,10 @@ class OperatorRules:
                 "efficiency": share,
             }
             return formula(values, np.maximum, np.minimum)
-        moving = np.maximum(operator.nbytes / device.bandwidth, operator.sent_nbytes / bandwidth)
-        return np.maximum(operator.flops / device.flops, moving) / share
+        amounts = (operator.flops, device.flops), (operator.nbytes, device.bandwidth), (operator.sent_nbytes, bandwidth)
+        # Most operators have one or two of the three; planning asks for very many.
+        times = [amount / speed for amount, speed in amounts if not (isinstance(amount, float) and amount == 0.0)]
+        return reduce(np.maximum, times) / share if times else 0.0
 
     def link_share(self, kind: Literal["collective", "point_to_point"]) -> float:
         """Return the share of a link's bandwidth that a class reaches, for callers that count bytes themselves."""

@@ -144,7 +144,7 @@ class _Search:
     """Why there is no allocation."""
     drawn: dict[object, DrawnWork] = field(default_factory=dict)
     simulated: dict[object, SimulatedWork] = field(default_factory=dict)
-    """What ``decoupled`` and ``disaggregated`` do alike, and when is another matter."""
+    """Work by ``_work_key``: ``decoupled`` and ``disaggregated`` do the same, at other times."""
 
     def allocate(self, solver: Solver | None, modes: Sequence[Mode], method: AllocationMethod) -> None:
         """Solve Eq. 2 if a mode needs it."""

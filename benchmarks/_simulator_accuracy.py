@@ -25,7 +25,7 @@ from flowtrain.allocator.drawn_batches import SIMULATED_BATCHES, DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.modes import host_s
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.simulated import DeviceTimesOf, simulated_run
+from flowtrain.allocator.simulated import DeviceTimesOf, simulated_run, simulated_work
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.allocator.whole import slowdown_of
 from flowtrain.config.load import load_config
@@ -175,12 +175,8 @@ def _simulated(asked: _Asked, config: RunConfig, steps: slice) -> Iterator[tuple
     order = np.arange(len(asked.request.workload.lengths)).reshape(-1, asked.request.workload.global_batch_size)[steps]
     for first in range(0, len(order), SIMULATED_BATCHES):
         batches = DrawnBatches(order[first : first + SIMULATED_BATCHES], config.step_scheduler)
-        yield (
-            batches,
-            simulated_run(
-                asked.request, asked.surrogate, asked.times_of, asked.candidate, batches, slowdown=asked.slowdown
-            ),
-        )
+        work = simulated_work(asked.request, asked.surrogate, asked.times_of, asked.candidate, batches, asked.slowdown)
+        yield batches, simulated_run(asked.request, asked.candidate, batches, work)
 
 
 def _asked(config: RunConfig, case: Case, profile: Profile | None) -> _Asked:

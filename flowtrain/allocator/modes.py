@@ -27,7 +27,7 @@ from flowtrain.allocator.mode_reasons import (
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
-from flowtrain.allocator.simulated import DeviceTimesOf, SimulatedWork, run_of, simulated_work
+from flowtrain.allocator.simulated import DeviceTimesOf, SimulatedWork, simulated_run, simulated_work
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
@@ -239,7 +239,7 @@ class _Search:
             surrogate = self.surrogate_for(at)
             slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
             self.simulated[key] = simulated_work(at, surrogate, times_of, run, self.batches, slowdown)
-        found = run_of(at, run, self.batches, self.simulated[key])
+        found = simulated_run(at, run, self.batches, self.simulated[key])
         return replace(drawn, rate=at.workload.global_batch_size / found.step_s, starved=found.starved)
 
     def _as_run(self, candidate: ModeCandidate) -> ModeCandidate:

@@ -132,6 +132,8 @@ class MonolithicSearch:
         at, surrogate = self._at(columns)
         batch = at.workload.global_batch_size
         places = monolithic.places(at, int(columns.pp[0]))
+        if not places:  # no partition has so many ranks
+            return
         rooms = [np.flatnonzero(each) for each in group.fits[:, group.members]]
         for place, seconds in zip(places, monolithic.steps_s(at, surrogate, columns, places, parts), strict=True):
             best = [_first(columns, seconds, each, MOST_OF_SIZE) for each in rooms]

@@ -36,29 +36,12 @@ class SimulatedWork:
 
 
 def simulated_run(
-    request: Request,
-    surrogate: Surrogate,
-    times_of: DeviceTimesOf,
-    candidate: ModeCandidate,
-    batches: DrawnBatches,
-    *,
-    slowdown: float = 1.0,
-    num_steps: int = 12,
+    request: Request, candidate: ModeCandidate, batches: DrawnBatches, work: SimulatedWork, *, num_steps: int = 12
 ) -> SimulatedRun:
     """Return the times of one configuration.
 
-    request, surrogate: those of its settings.
-    slowdown: in ``colocated``, the time of encoder and backbone at once on a device over the sum of both alone.
-    num_steps: least number of steps; the second half counts.
+    request: with its settings. work: its own. num_steps: least number of steps; the second half counts.
     """
-    work = simulated_work(request, surrogate, times_of, candidate, batches, slowdown)
-    return run_of(request, candidate, batches, work, num_steps=num_steps)
-
-
-def run_of(
-    request: Request, candidate: ModeCandidate, batches: DrawnBatches, work: SimulatedWork, *, num_steps: int = 12
-) -> SimulatedRun:
-    """Return the times of one configuration, whose work is known; arguments are those of ``simulated_run``."""
     packed, steps = batches.packed(request, candidate.backbone.degrees.dp), work.steps
     return simulate(
         work.simulator,
@@ -78,7 +61,7 @@ def simulated_work(
     batches: DrawnBatches,
     slowdown: float = 1.0,
 ) -> SimulatedWork:
-    """Return the work of one configuration; arguments are those of ``simulated_run``."""
+    """Return the work of one configuration; arguments are those of ``drawn_rate``."""
     packed = batches.packed(request, candidate.backbone.degrees.dp)
     simulator = step_simulator(request, times_of, candidate)
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]

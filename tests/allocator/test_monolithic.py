@@ -183,3 +183,11 @@ def test_where_layers_cannot_be_cut_so_is_no_place() -> None:
     assert monolithic.places(asked, 1) == ("first",)
     assert monolithic.places(asked, 24) == monolithic.PLACES
     assert monolithic.places(asked, 32) == ("first", "mixed"), "the encoder has 24 layers"
+
+
+def test_the_search_passes_over_pipelines_without_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A given partition may have none for some numbers of ranks."""
+    places = monolithic.places
+    monkeypatch.setattr(monolithic, "places", lambda asked, pp: places(asked, pp) if pp == 1 else ())
+    found = whole_candidates(request(cluster(h200=8), MODEL, workload()), roofline_surrogate, "monolithic").candidates
+    assert found and all(each.backbone.degrees.pp == 1 for each in found)

@@ -14,7 +14,7 @@ from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.modes import compare_modes
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.simulated import simulated_run
+from flowtrain.allocator.simulated import simulated_run, simulated_work
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.load import load_config
 from flowtrain.costs.action_times import DeviceTimes
@@ -46,9 +46,8 @@ def rates(
         times = {"h200": times_of(asked, "h200", profile).of(asked.workload)}
         surrogate = Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, times, 1.0, asked.slices)
     drawn = drawn_rate(asked, surrogate, found, batches, slowdown)
-    run = simulated_run(
-        asked, surrogate, lambda at, name: times_of(at, name, profile), found, batches, slowdown=slowdown
-    )
+    work = simulated_work(asked, surrogate, lambda at, name: times_of(at, name, profile), found, batches, slowdown)
+    run = simulated_run(asked, found, batches, work)
     return drawn.rate, asked.workload.global_batch_size / run.step_s
 
 

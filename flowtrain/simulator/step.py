@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -18,9 +18,10 @@ from flowtrain.pipeline.actions import Schedule, StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import Partition, Stage
-from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
+from flowtrain.pipeline.schedules.build import ScheduleName
 from flowtrain.simulator.folding import Fold
 from flowtrain.simulator.lists import program_of
+from flowtrain.simulator.named import named_program
 from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
 
 
@@ -52,7 +53,7 @@ class StepSimulator:
     def named(self, schedule: ScheduleName, num_microbatches: int, num_replicas: int) -> Program:
         """Return the operations of replicas that all train by a named schedule."""
         meets = self._meets if num_replicas > 1 else None
-        program = _named_program(schedule, self.partition, num_microbatches, meets)
+        program = named_program(schedule, self.partition, num_microbatches, meets)
         return program if num_replicas == 1 else side_by_side([program] * num_replicas, self._set_sizes(num_replicas))
 
     def folded(
@@ -69,7 +70,7 @@ class StepSimulator:
         kept = fold.works(works)
         if len(fold.kept) == 1:
             return replace(self.named(schedule, count, 1), stands_for=fold.stands_for), kept
-        program = _named_program(schedule, self.partition, count, self._meets)
+        program = named_program(schedule, self.partition, count, self._meets)
         return side_by_side([program] * len(fold.kept), fold.set_sizes, fold.stands_for), kept
 
     def program(self, replicas: Sequence[Schedule]) -> Program:
@@ -211,13 +212,6 @@ def stage_work(partition: Partition, stage: Stage, encoder: str) -> StageWork:
         has_backward=stage.has_backward,
         encoder=encoder if stage.module is StageModule.ENCODER else None,
     )
-
-
-@lru_cache(maxsize=256)
-def _named_program(schedule: ScheduleName, partition: Partition, num_microbatches: int, meets: Meets | None) -> Program:
-    """One replica's operations; candidates of a plan share most of them."""
-    lists = build_schedule(schedule, partition, num_microbatches=num_microbatches, training=True)
-    return program_of(lists, partition, meets)
 
 
 def _only(columns: Computations, mask: BoolArray) -> Computations:

@@ -77,6 +77,14 @@ def forward_only(partition: Partition, num_microbatches: int) -> Schedule:
     return insert_transfers(orders, training=False, num_microbatches=num_microbatches)
 
 
+def repeats_after(partition: Partition) -> int:
+    """Return after how many microbatches the lists of `one_f_one_b` repeat themselves, once all ranks are at work.
+
+    So lists of as many more microbatches have one such part more, if the remainder over pp_size stays the same.
+    """
+    return 1 if _Order.of(partition, 0).num_segments == 1 else partition.pp_size
+
+
 def in_flight_by_chunk(partition: Partition, rank: int, num_microbatches: int) -> list[int]:
     """Return for each segment of a rank how many microbatches it keeps when the first backward starts.
 

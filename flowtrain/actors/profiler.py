@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from flowtrain.actors.link import Answering, CoordinatorLink
 from flowtrain.actors.replica_channel import channel_of
@@ -35,6 +36,8 @@ from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, Enco
 from flowtrain.types.samples import TEXT_NBYTES, SampleRef
 
 _CALLS, _PAUSE_S = 50, 0.01
+_WIDTH = 384
+"""Of a matrix whose products are work in between calls."""
 _FED = 256
 """About so many samples are fed."""
 _ENDLESS = 10**6
@@ -152,6 +155,32 @@ class Profiler:
             time.sleep(_PAUSE_S)
             tell()
         return (time.process_time() - started_s) / _CALLS
+
+    def launch_s(self) -> float:
+        """Return a rank's processor seconds to start a transfer and to wait for it; collective over two ranks.
+
+        The median, with computing in between: caches are cold, as in a run, but the core is not asleep, since to wake
+        a virtual one takes up to a millisecond. One in and one out at once, as ranks of a pipeline have them, and of
+        one number each: what grows with the size is the link's part.
+        """
+        group, peer = self._group.process_group, 1 - self._rank
+        out, into = torch.zeros(1), torch.zeros(1)
+
+        def swap() -> None:
+            both = dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)
+            for work in dist.batch_isend_irecv(list(both)):
+                work.wait()
+
+        matrix, seconds = torch.ones(_WIDTH, _WIDTH), []
+        swap()  # connects
+        for _ in range(_CALLS):
+            until_s = time.perf_counter() + _PAUSE_S
+            while time.perf_counter() < until_s:
+                matrix @ matrix
+            started_s = time.process_time()
+            swap()
+            seconds.append(time.process_time() - started_s)
+        return statistics.median(seconds) / 2
 
     def hold_backbone(self, mix: Mix) -> float:
         """Make steps of the backbone this process's share of a device; returns the seconds of one."""

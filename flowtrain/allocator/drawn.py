@@ -18,7 +18,7 @@ from flowtrain.allocator.drawn_flow import DrawnStep, finishes
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_s
+from flowtrain.allocator.surrogate import SlotTime, Surrogate, calls_s, columns_of, fill_s
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.profile_together import encoding_adds_s
 from flowtrain.costs.profiled_times import CPU
@@ -157,7 +157,7 @@ class _Microbatches:
         together = num_images.sum() / np.maximum(np.count_nonzero(num_images), 1)
         encoder = packed.sums(times.images_s(name, degrees.tp, together=together)).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
-        stages = loads.stage_s(encoder, *parts) + times.microbatch_s(columns.pp * columns.tp)
+        stages = loads.stage_s(encoder, *parts) + calls_s(times, columns, surrogate.chunks)
         held, mean = monolithic.held(request, columns, loads), stages.mean(axis=0)
         each = surrogate.slot_times(columns, tokens, stages.max(axis=0), held)
         fill = fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean)

@@ -14,7 +14,7 @@ from flowtrain.allocator.degrees import encoder_degree_faults
 from flowtrain.allocator.parameter_traffic import StageParameters, joined
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.run_memory import memory_of_ranks, monolithic_size
-from flowtrain.allocator.surrogate import BACKBONE, Surrogate, fill_slots
+from flowtrain.allocator.surrogate import BACKBONE, Surrogate, calls_s, fill_slots
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.model_spec import ModelSpec, VisionSpec
@@ -139,7 +139,7 @@ class PartTimes:
     connector: FloatArray
     head: FloatArray
     calls: FloatArray
-    """Of each rank beside them (``ModuleTimes.microbatch_s``)."""
+    """Of each rank beside them (``surrogate.calls_s``)."""
 
     @classmethod
     def of(cls, request: Request, surrogate: Surrogate, columns: CandidateColumns) -> PartTimes:
@@ -153,7 +153,8 @@ class PartTimes:
             layer[at], connector[at] = own.layer_s(tokens[at], tp), own.connector_s(tokens[at], tp)
             head[at] = own.head_s(tokens[at], tp)
         encoder = images_of_rank_s(request, surrogate, columns) / num_microbatches
-        return cls(num_microbatches, tokens, encoder, layer, connector, head, own.microbatch_s(columns.pp * columns.tp))
+        calls = calls_s(own, columns, request.slices.chunks)
+        return cls(num_microbatches, tokens, encoder, layer, connector, head, calls)
 
     def __getitem__(self, chosen: IntArray) -> PartTimes:
         """Return those of some of them, by index."""

@@ -256,8 +256,7 @@ class Surrogate:
             alone = depth * layer + connector + head
             slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
             mean[at] = alone / columns.pp[at]
-        # Once for each rank, which fetches the microbatch for all its chunks.
-        calls = times.microbatch_s(columns.pp * columns.tp)
+        calls = calls_s(times, columns, self.chunks)
         return slowest + calls, mean + calls
 
     def images_in_ranks_s(self, device_type: str, encoder: str, tp: int, together: float) -> tuple[float, float]:
@@ -277,6 +276,17 @@ class Surrogate:
         if self._cluster[columns.device_type].name == CPU:
             return step.total
         return np.where(columns.pp == 1, step.computing + step.optimizer, step.total)
+
+
+def calls_s(times: ModuleTimes, columns: CandidateColumns, chunks: int) -> FloatArray:
+    """Return seconds of a microbatch on a pipeline rank in addition to what it computes, ``[C]``.
+
+    A rank fetches it once, and starts and waits for two transfers in and two out of each chunk. Two ranks have one
+    boundary less than chunks: their ends compute what else would travel.
+    """
+    ends = np.where(columns.pp > 2, 4 * chunks, np.where(columns.pp == 2, 4 * chunks - 2, 0))
+    seconds: FloatArray = times.microbatch_s(columns.pp * columns.tp) + times.launch_s * ends
+    return seconds
 
 
 def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int) -> FloatArray:

@@ -13,7 +13,7 @@ from flowtrain import api
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
-from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile import Profile, StepCosts
 from flowtrain.costs.profile_layers import Strategies
 from flowtrain.errors import ConfigError
 
@@ -71,7 +71,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     ]
     rest = [
         ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector{forward}"),
-        *_messages(steps.messages_s),
+        *_between_ranks(steps),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
@@ -81,9 +81,13 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         yield _trials(profile)
 
 
-def _messages(seconds: float) -> Iterator[tuple[str, str]]:
-    if seconds:
-        yield "ranks of a replica", f"{1e3 * seconds:.3g} ms each to tell each other of a microbatch"
+def _between_ranks(steps: StepCosts) -> Iterator[tuple[str, str]]:
+    if steps.messages_s:
+        yield (
+            "ranks of a replica",
+            f"{1e3 * steps.messages_s:.3g} ms each to tell each other of a microbatch; {1e3 * steps.launch_s:.3g} at "
+            "each end of a pipeline's transfer",
+        )
 
 
 def _together(profile: Profile) -> Iterator[tuple[str, str]]:

@@ -251,6 +251,7 @@ class Fit:
                 number, size = int(span.args["microbatch"]), (span.args["num_tokens"], span.args.get("images", 0))
                 sizes[:, number] = np.maximum(sizes[:, number], np.array(size, dtype=np.int64))
         _, transfers = self._simulator.durations(program, self._columns(sizes[0].astype(np.float64), sizes[1]))
+        seconds += self._simulator.launches_s(program)
         return Timeline(program, seconds, transfers, buffered=self._on_cpu).makespan_s + max(updates)
 
     def _of_the_last(self, shared: Mapping[str, _Shared]) -> dict[str, _Shared]:

@@ -175,7 +175,7 @@ class _Measured:
         self._encoders: dict[str, EncoderTimes] = {}
         self._interference: dict[str, Interference] = {}
         self._alone: ReplicaSteps | None = None
-        self._of_two = OfTwo(0.0, {}, 0.0)
+        self._of_two = OfTwo(0.0, {}, 0.0, 0.0)
         self._feeding_s = 0.0
 
     def side_by_side(self, count: int, refs: Mapping[str, Sequence[SampleRef]]) -> None:
@@ -271,7 +271,8 @@ class _Measured:
         # A CPU next to an accelerator assembles and locates microbatches meanwhile; a core that is the device cannot.
         microbatch_s = alone.assembling_s + MICROBATCH_CALLS * self._call_s if self._on_cpu else 0.0
         step_s = alone.step_s + REPLICA_CALLS * self._call_s
-        return StepCosts(step_s, microbatch_s, alone.parameter_s, self._of_two.messages_s)
+        two = self._of_two
+        return StepCosts(step_s, microbatch_s, alone.parameter_s, two.messages_s, two.launch_s)
 
 
 def _strategies(found: Mapping[str, LayerTimes]) -> Strategies:

@@ -63,18 +63,20 @@ class OfTwo:
     steps: Mapping[Sharded, ReplicaSteps]
     """Of two replicas, by sharding."""
     messages_s: float
-    """As ``StepCosts``."""
+    launch_s: float
+    """Both as ``StepCosts``."""
 
 
 def measure_two(profilers: Profilers, mixes: Sequence[Mix]) -> OfTwo:
     """Measure two ranks on a device each. mixes: of the replicas' steps, in turn."""
-    degrees, steps, messages_s = Degrees(dp=2), dict[Sharded, ReplicaSteps](), 0.0
+    degrees, steps, messages_s, launch_s = Degrees(dp=2), dict[Sharded, ReplicaSteps](), 0.0, 0.0
     with profilers.started([(rank, degrees) for rank in range(2)]) as actors:
         (port,) = profilers.answers([actors[0].open_rendezvous.remote(LOOPBACK)])
         reports = profilers.answers([actor.start.remote(LOOPBACK, port) for actor in actors])
         if profilers.kind == "CPU":
             messages_s = fmean(profilers.measured([actor.messages_s.remote() for actor in actors]))
+            launch_s = fmean(profilers.measured([actor.launch_s.remote() for actor in actors]))
             for sharding in get_args(Sharded):
                 found = profilers.measured([actor.replica_steps.remote(mixes, sharding) for actor in actors])
                 steps[sharding] = mean_steps(found)
-    return OfTwo(min(report.link or 0.0 for report in reports), steps, messages_s)
+    return OfTwo(min(report.link or 0.0 for report in reports), steps, messages_s, launch_s)

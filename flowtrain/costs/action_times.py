@@ -209,6 +209,11 @@ class ActionTimes:
         """Seconds that a rank takes once for each microbatch, when it fetches it, whatever its stages are."""
         return float(self.times.of_any_data.microbatch_s(np.array([self.degrees.replica_size]))[0])
 
+    @property
+    def launch_s(self) -> float:
+        """Seconds that a rank takes to start a transfer and to wait for it, whatever its size."""
+        return self.times.of_any_data.launch_s
+
     def _copying_s(self, stage: StageWork, works: MicrobatchColumns, computing: FloatArray) -> FloatArray:
         """Seconds of copies between device and host that a pass does not hide (``offload``), ``[M]``."""
         setup = self.times.setup

@@ -182,6 +182,11 @@ class CalibratedTimes:
         return found if self._by.step_host_s is None else np.zeros_like(found)
 
     @property
+    def launch_s(self) -> float:
+        """As ``ModuleTimes``; no span tells it."""
+        return self._base.launch_s
+
+    @property
     def forward_share(self) -> float:
         """As ``ModuleTimes``."""
         return self._base.forward_share

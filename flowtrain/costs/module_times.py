@@ -59,6 +59,11 @@ class ModuleTimes(Protocol):
         ...
 
     @property
+    def launch_s(self) -> float:
+        """Seconds of a pipeline rank for each transfer, whatever its size: to start it and to wait for it."""
+        ...
+
+    @property
     def forward_share(self) -> float:
         """Share of the forward in the time of the backbone's layers."""
         ...

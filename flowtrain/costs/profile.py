@@ -137,6 +137,8 @@ class StepCosts:
     """Per step and parameter that the device clips and updates."""
     messages_s: _Amount = 0.0
     """Per microbatch, on each rank of a replica of several: what the leader tells them, and whether all could read."""
+    launch_s: _Amount = 0.0
+    """Per transfer between pipeline ranks, at each end, whatever its size: to start it and to wait for it."""
 
 
 @dataclass(frozen=True, slots=True)

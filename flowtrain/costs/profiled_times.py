@@ -164,6 +164,11 @@ class ProfileTimes:
         return steps.microbatch_s + np.where(replica_size > 1, steps.messages_s, 0.0)
 
     @property
+    def launch_s(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.launch_s
+
+    @property
     def forward_share(self) -> float:
         """As ``ModuleTimes``; recomputation that was not measured lengthens the backward alone."""
         measured = self._profile.forward_share

@@ -134,6 +134,11 @@ class Roofline:
         return np.zeros(len(replica_size))
 
     @property
+    def launch_s(self) -> float:
+        """As ``ModuleTimes``; as ``microbatch_s``."""
+        return 0.0
+
+    @property
     def forward_share(self) -> float:
         """As ``ModuleTimes``."""
         return 1.0 - BACKWARD_SHARE

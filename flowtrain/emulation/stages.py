@@ -117,6 +117,8 @@ class EmulatedStages:
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
         """See ``StageRuntime``; transfers between two ranks follow each other."""
+        if self._times.launch_s:
+            self.clock.compute(len(launches) * self._times.launch_s, self.clock.now())
         for action, batch in launches:
             assert action.peer is not None
             if action.kind is not ActionKind.ISEND:

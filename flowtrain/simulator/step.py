@@ -22,7 +22,7 @@ from flowtrain.pipeline.schedules.build import ScheduleName
 from flowtrain.simulator.folding import Fold
 from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.named import named_program
-from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
+from flowtrain.simulator.program import BoolArray, Computations, Meets, Op, Program, Transfers, side_by_side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,9 +122,24 @@ class StepSimulator:
         if host_s := self.times.microbatch_s:  # where a rank fetches a microbatch, not at each of its stages
             _, firsts = np.unique(columns.rank * (each + 1) + columns.microbatch, return_index=True)
             seconds[firsts] += host_s
+        seconds += self.launches_s(program)
         transfers = program.transfers
         sent = transfers.source // pp * each + transfers.microbatch
         return seconds, self._transfers_s(transfers, works, sent)
+
+    def launches_s(self, program: Program) -> FloatArray:
+        """Return what ranks take to start their transfers and to wait for them, with the next computation, ``[C]``.
+
+        What comes after a rank's last computation counts with that.
+        """
+        ends = np.flatnonzero((program.op == Op.ISEND) | (program.op == Op.IRECV))
+        if not self.times.launch_s or not len(ends):
+            return np.zeros(len(program.computations))
+        columns, rank = program.computations, np.searchsorted(program.first, ends, side="right") - 1
+        at = np.minimum(np.searchsorted(columns.op, ends), len(columns) - 1)
+        at -= columns.rank[at] != rank
+        count = np.bincount(at, minlength=len(columns))
+        return self.times.launch_s * count.astype(np.float64)
 
     def _alike(self) -> list[list[int]]:
         """Places of stages that take the same time for the same microbatch, in groups."""

@@ -219,6 +219,11 @@ def test_ranks_of_a_replica_also_tell_each_other_of_a_microbatch() -> None:
     assert times(profile).microbatch_s(np.array([1, 2, 16])).tolist() == [0.25, 0.75, 0.75]
 
 
+def test_ranks_of_a_pipeline_launch_transfers() -> None:
+    assert times(PROFILE).launch_s == 0.0
+    assert times(replace(PROFILE, steps=replace(PROFILE.steps, launch_s=0.5))).launch_s == 0.5
+
+
 def test_a_profile_tells_how_large_a_microbatch_it_reaches() -> None:
     assert PROFILE.most_tokens == 10240
     short = replace(PROFILE, heads={1: replace(LENGTHS, num_tokens=(8, 16, 64))})

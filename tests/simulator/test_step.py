@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.allocator.surrogate import BACKBONE, calls_s, columns_of
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes, StageWork
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
@@ -24,7 +24,7 @@ from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.simulator.engine import Timeline
-from flowtrain.simulator.program import Program
+from flowtrain.simulator.program import Op, Program
 from flowtrain.simulator.step import Passes, StepSimulator
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
@@ -161,3 +161,24 @@ def test_what_replicas_were_measured_to_cost_a_step_is_a_gather_and_a_reduction(
     )
     exposed = simulator.exposed_s(partition.stages[0], passes, np.ones(4))
     assert exposed == pytest.approx([0.6 * gathered, 0.0, 0.0, 0.6 * (1 - gathered)])
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_ranks_spend_time_on_their_ends_of_transfers(pp: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    partition, count = build_partition(DEPTH, pp, chunks), 8
+    simulator = StepSimulator(partition, action_times(Degrees(1, pp, 1)))
+    program = simulator.named("1f1b" if chunks == 1 else "interleaved_1f1b", count, 1)
+    works = MicrobatchColumns.of(drawn_works(Random(0), count))
+    alone, transfers = simulator.durations(program, works)
+    monkeypatch.setattr(ActionTimes, "launch_s", 0.5)
+    seconds, same = simulator.durations(program, works)
+    assert same.tolist() == transfers.tolist(), "they do not travel for longer"
+    of_rank = np.bincount(program.computations.rank, seconds - alone, pp)
+    kinds = [program.op[first:last] for first, last in zip(program.first, program.first[1:], strict=False)]
+    ends = np.array([int(np.isin(each, [Op.ISEND, Op.IRECV]).sum()) for each in kinds])
+    np.testing.assert_allclose(of_rank, 0.5 * ends)
+    # The planner's formula has the rank with the most of them.
+    times = Mock(microbatch_s=lambda replica_size: np.zeros(len(replica_size)), launch_s=0.5)
+    asked = columns_of(Candidate(BACKBONE, "h200", Degrees(1, pp, 1)))
+    assert calls_s(times, asked, chunks).tolist() == [0.5 * ends.max() / count]

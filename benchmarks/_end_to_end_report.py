@@ -188,12 +188,13 @@ def draw(found: dict[Setting, Rounds]) -> None:
         colours = [BEST if name == AUTO else THEIRS if name in PEERS else OURS for name in names]
         titles = [PEERS[name].title if name in PEERS else name for name in names]
         axis.barh(titles, middles, xerr=spread, color=colours, ecolor=GREY, error_kw={"linewidth": 0.8})
-        axis.set_title(f"{setting.model}, {setting.mix}: tokens/s over auto's", color=GREY)
+        axis.set_title(f"{setting.model}, {setting.mix}", color=GREY)
         axis.tick_params(colors=GREY)
         for side, spine in axis.spines.items():
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color(GREY)
     for axis in list(axes.flat)[len(found) :]:
         axis.set_visible(False)
+    figure.supxlabel("tokens/s over those of auto in the same round", color=GREY, fontsize="medium")
     figure.savefig(PICTURE, transparent=True, metadata={"Date": None})
     pyplot.close(figure)

@@ -44,8 +44,7 @@ HEAD = (
     "",
     NORMALISATION,
     "",
-    f"[{PAGE.stem}]({PAGE.stem}) has the runs, trials and profiles. Each setting names its commit; one without a "
-    "section has too few runs yet.",
+    f"[{PAGE.stem}]({PAGE.stem}) has the runs, trials and profiles. Each setting names its commit.",
     "",
     f"![Tokens a second of each over those of auto]({PICTURE.name})",
 )

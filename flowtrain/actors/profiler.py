@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from flowtrain.actors.link import Answering, CoordinatorLink
 from flowtrain.actors.replica_channel import channel_of
@@ -27,7 +26,7 @@ from flowtrain.models.initial_weights import materialize
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.profile_backbone import STRATEGIES, BackboneProfiler, num_layers_of
-from flowtrain.training.profile_device import link_bandwidth, memory_bandwidth, memory_nbytes
+from flowtrain.training.profile_device import launch_s, link_bandwidth, memory_bandwidth, memory_nbytes
 from flowtrain.training.profile_encoder import measure_encoder, measure_encoder_layers
 from flowtrain.training.profile_pieces import Pieces, pin_to
 from flowtrain.types.memory import Extent
@@ -36,8 +35,6 @@ from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, Enco
 from flowtrain.types.samples import TEXT_NBYTES, SampleRef
 
 _CALLS, _PAUSE_S = 50, 0.01
-_WIDTH = 384
-"""Of a matrix whose products are work in between calls."""
 _FED = 256
 """About so many samples are fed."""
 _ENDLESS = 10**6
@@ -157,30 +154,8 @@ class Profiler:
         return (time.process_time() - started_s) / _CALLS
 
     def launch_s(self) -> float:
-        """Return a rank's processor seconds to start a transfer and to wait for it; collective over two ranks.
-
-        The median, with computing in between: caches are cold, as in a run, but the core is not asleep, since to wake
-        a virtual one takes up to a millisecond. One in and one out at once, as ranks of a pipeline have them, and of
-        one number each: what grows with the size is the link's part.
-        """
-        group, peer = self._group.process_group, 1 - self._rank
-        out, into = torch.zeros(1), torch.zeros(1)
-
-        def swap() -> None:
-            both = dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)
-            for work in dist.batch_isend_irecv(list(both)):
-                work.wait()
-
-        matrix, seconds = torch.ones(_WIDTH, _WIDTH), []
-        swap()  # connects
-        for _ in range(_CALLS):
-            until_s = time.perf_counter() + _PAUSE_S
-            while time.perf_counter() < until_s:
-                matrix @ matrix
-            started_s = time.process_time()
-            swap()
-            seconds.append(time.process_time() - started_s)
-        return statistics.median(seconds) / 2
+        """Measure a rank's end of a transfer between pipeline ranks; collective over two."""
+        return launch_s(self._group)
 
     def hold_backbone(self, mix: Mix) -> float:
         """Make steps of the backbone this process's share of a device; returns the seconds of one."""

@@ -12,7 +12,7 @@ from flowtrain.simulator.program import BoolArray, Computations, Fetches, Op, Pr
 
 
 class Column(IntEnum):
-    """Columns of a row; all but the last two also name a transfer or, with them, a computation."""
+    """Columns of a row; ``GOES_BACK`` to ``PART`` name a computation or a transfer."""
 
     OP = 0
     """Its ``Op``."""
@@ -125,11 +125,8 @@ class ListedOps:
 
 def _keys(rows: IntArray) -> IntArray:
     """One number for each row's computation or transfer, ``[N]``."""
-    keys = np.zeros(len(rows), dtype=np.int64)
-    for column in _KEY:
-        values = rows[:, column] + 1  # a part may be -1
-        keys = keys * (2 + values.max(initial=0)) + values
-    return keys
+    values = rows[:, _KEY] + 1  # a part may be -1
+    return np.ravel_multi_index(tuple(values.T), tuple(values.max(axis=0, initial=0) + 1))
 
 
 def _find(known: IntArray, asked: IntArray) -> IntArray:

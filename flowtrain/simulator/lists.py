@@ -71,21 +71,16 @@ class _Reader:
         return _OPS[action.kind], is_gradient, place, action.microbatch, _part(action), action.peer, 0
 
     def _computation(self, action: Action, place: int, *, is_first: bool, is_last: bool) -> list[tuple[int, ...]]:
-        """A computation, with what its rank meets others for before and behind it."""
+        """A computation, with what its rank meets others for before and after it."""
         is_backward = action.kind is ActionKind.BACKWARD_STAGE
         key = (is_backward, place, action.microbatch, _part(action))
         ends = LAST_BACKWARD if is_last else FIRST_FORWARD if is_first and not is_backward else 0
-        computation = Op.COMPUTE, *key, 0, ends
-        meets = self._meets
-        if meets is None or place in self._whole:
-            return [computation]
-        rows: list[tuple[int, ...]] = [computation]
-        if meets.gathers == "each" or (meets.gathers == "once" and is_first):
-            rows.insert(0, (Op.MEET, *key, Group.SHARDS, 0))
-        if is_last:
-            rows.append((Op.MEET, *key, Group.REPLICAS, 0))
-        elif is_backward and meets.reduces_each:
+        meets, rows = self._meets if place not in self._whole else None, list[tuple[int, ...]]()
+        if meets is not None and (meets.gathers == "each" or (meets.gathers == "once" and is_first)):
             rows.append((Op.MEET, *key, Group.SHARDS, 0))
+        rows.append((Op.COMPUTE, *key, 0, ends))
+        if meets is not None and (is_last or (is_backward and meets.reduces_each)):
+            rows.append((Op.MEET, *key, Group.REPLICAS if is_last else Group.SHARDS, 0))
         return rows
 
 

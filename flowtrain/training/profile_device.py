@@ -16,6 +16,8 @@ from flowtrain.training.mesh import BackboneGroup
 _NBYTES = {"cpu": 1 << 26}
 _ACCELERATOR_NBYTES = 1 << 28
 _REPEATS = 5
+_LAUNCHES, _WORK_S, _WIDTH = 50, 0.01, 384
+"""Transfers that are measured, and the work before each: products of matrices of that width."""
 
 
 def memory_nbytes(device: torch.device) -> int:
@@ -43,6 +45,33 @@ def link_bandwidth(group: BackboneGroup) -> float:
         clock_of(group.device, is_alone=False), lambda: dist.all_reduce(tensor, group=group.process_group)
     )
     return 2 * (group.world_size - 1) / group.world_size * nbytes / seconds
+
+
+def launch_s(group: BackboneGroup) -> float:
+    """Return a rank's processor seconds to start a transfer and to wait for it; collective over two ranks of CPUs.
+
+    The median, with computing in between: caches are cold, as in a run, but the core is not asleep, since to wake a
+    virtual one takes up to a millisecond. One in and one out at once, as ranks of a pipeline have them, and of one
+    number each: what grows with the size is the link's part.
+    """
+    peer, both = 1 - group.rank, group.process_group
+    out, into = torch.zeros(1), torch.zeros(1)
+
+    def swap() -> None:
+        ends = [dist.P2POp(dist.isend, out, peer, both), dist.P2POp(dist.irecv, into, peer, both)]
+        for work in dist.batch_isend_irecv(ends):
+            work.wait()
+
+    matrix, seconds = torch.ones(_WIDTH, _WIDTH), []
+    swap()  # connects
+    for _ in range(_LAUNCHES):
+        until_s = time.perf_counter() + _WORK_S
+        while time.perf_counter() < until_s:
+            matrix @ matrix
+        started_s = time.process_time()
+        swap()
+        seconds.append(time.process_time() - started_s)
+    return statistics.median(seconds) / 2
 
 
 def clock_of(device: torch.device, is_alone: bool = True) -> Callable[[], float]:

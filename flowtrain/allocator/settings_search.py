@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,9 @@ from flowtrain.types.run_plan import BackboneSettings
 
 SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full": 2, "offload": 3}
 """Order of the strategies by time: what recomputes more is not faster. None: a mix, as configured."""
+
+_UNKNOWN = -1
+"""Instead of a peak that was not predicted yet."""
 
 Shapes = tuple[CandidateColumns, Counter[PruneReason]]
 """Configurations, and the number left out."""
@@ -47,22 +51,63 @@ class Variant:
 
 
 class PeakMemo:
-    """Peaks of the configurations in ``shapes``, each predicted once, for searches in different amounts of memory.
+    """Peaks of the configurations in ``shapes``, each predicted at most once, for searches in different memory.
 
-    ``found`` has what was searched, by that amount.
+    ``found`` has what was searched, by the bytes of memory.
     """
 
     def __init__(self) -> None:
         self.found: dict[int, Enumeration] = {}
         self._peaks: dict[tuple[BackboneSettings | None, ReductionName], IntArray] = {}
 
-    def peaks(self, variant: Variant, reduction: ReductionName, every: CandidateColumns, index: IntArray) -> IntArray:
-        """Return the peaks of some of all columns of a variant; ``every`` reduces gradients as ``reduction`` says."""
-        known = self._peaks.setdefault((variant.settings, reduction), np.full(len(every), -1))
-        missing = index[known[index] < 0]
+    def fits(
+        self,
+        variant: Variant,
+        reduction: ReductionName,
+        every: CandidateColumns,
+        index: IntArray,
+        memory_nbytes: int,
+    ) -> tuple[BoolArray, int | None]:
+        """Return which of some columns of a variant fit, ``[I]``, and the least peak of those that do not.
+
+        every: all columns of the variant, by tp, pp and dp; they reduce gradients as ``reduction`` says. index:
+        ascending. More replicas of the same degrees never take more of a device, except that a single one shards
+        nothing: so a few of each are predicted first, and then those between the last that does not fit and the next.
+        """
+        known = self._peaks.setdefault((variant.settings, reduction), np.full(len(every), _UNKNOWN))
+        pivot, before, after = _pivots(every, index)
+        self._predict(variant, every, known, index[pivot])
+        within = known[index] <= memory_nbytes
+        between = within[after] & ~within[before]
+        self._predict(variant, every, known, index[between])
+        fits = np.where(pivot | between, known[index] <= memory_nbytes, within[before])
+        lacking = known[index[(pivot | between) & ~fits]]
+        return fits, int(lacking.min()) if len(lacking) else None
+
+    @staticmethod
+    def _predict(variant: Variant, every: CandidateColumns, known: IntArray, index: IntArray) -> None:
+        missing = index[known[index] == _UNKNOWN]
         if len(missing):
             known[missing] = variant.peaks(every[missing])
-        return known[index]
+
+
+def _pivots(every: CandidateColumns, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
+    """Return which of some columns are predicted first, and for each the nearest of these before and after it.
+
+    Runs of columns that differ by the number of replicas alone have them at both ends, and about as many in between as
+    there are between two of them.
+    """
+    count = len(index)
+    at, tp, pp, dp = np.arange(count), every.tp[index], every.pp[index], every.dp[index]
+    starts = np.ones(count, dtype=bool)
+    starts[1:] = (np.diff(tp) != 0) | (np.diff(pp) != 0) | (dp[:-1] == 1)
+    ends = np.append(starts[1:], True)[:count]
+    place = at - np.maximum.accumulate(np.where(starts, at, 0))
+    step = max(1, math.isqrt(int(place.max(initial=0)) + 1))
+    pivot = (place % step == 0) | ends
+    before = np.maximum.accumulate(np.where(pivot, at, 0))
+    after = np.minimum.accumulate(np.where(pivot, at, count)[::-1])[::-1]
+    return pivot, before, after
 
 
 def search_settings(
@@ -135,13 +180,12 @@ class _Search:
             if reduction == "microbatch":
                 each[left] = columns.dp[left] > 1
             reducing = columns.dp > 1 if reduction == "microbatch" else np.zeros(len(columns), dtype=bool)
-            peaks = self._memo.peaks(variant, reduction, replace(columns, reduces_each=reducing), left)
-            within = peaks <= self._memory_nbytes
+            every = replace(columns, reduces_each=reducing)
+            within, least = self._memo.fits(variant, reduction, every, left, self._memory_nbytes)
             fits[left[within]] = True
             if reduction == self._reductions[0]:
                 slowness[left[within]] = np.minimum(slowness[left[within]], SLOWNESS[variant.word])
-            if not within.all():
-                least = int(peaks[~within].min())
+            if least is not None:
                 self.least_peak = least if self.least_peak is None else min(self.least_peak, least)
             left = left[~within]
         self.pruned[PruneReason.MEMORY] += len(left)

@@ -232,7 +232,9 @@ class _Measured:
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
             attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
-            losses={tp: LossCosts(times.target_s, times.targets) for tp, times in self._backbones.items()},
+            losses={
+                tp: LossCosts(times.target_s, times.targets, times.further_s) for tp, times in self._backbones.items()
+            },
             strategies=_strategies(alone.strategies),
             encoder_strategies={name: _strategies(times.strategies) for name, times in self._encoders.items()},
             encoders={

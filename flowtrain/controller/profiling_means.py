@@ -43,6 +43,7 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         square_s=mean("square_s"),
         squares=times[0].squares,
         target_s=mean("target_s"),
+        further_s=mean("further_s"),
         targets=times[0].targets,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),

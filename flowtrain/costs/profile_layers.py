@@ -14,6 +14,9 @@ from flowtrain.costs.training_setup import TrainingSetup
 
 LayerStrategy = Literal["none", "selective", "full", "offload"]
 
+FEW_TARGETS = 0.25
+"""Share of a microbatch's tokens with loss up to which each takes the same time."""
+
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(ge=1)]
@@ -45,13 +48,21 @@ class LossCosts:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     target_s: _Amount
-    """Seconds for each of them."""
+    """Seconds for each of them while they are at most ``FEW_TARGETS`` of a microbatch."""
     targets: tuple[_Amount, ...]
     """Their number in the microbatches that the head's table has times of."""
+    further_s: _Amount | None = None
+    """Seconds for each of those beyond, which no longer fit the caches; None: as many."""
 
     def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, targets: FloatArray) -> FloatArray:
         """As ``AttentionCosts.beyond_s``. targets: tokens with loss of each microbatch."""
-        return self.target_s * (targets - _measured(lengths, num_tokens, self.targets))
+        few = FEW_TARGETS * num_tokens
+        further_s = self.target_s if self.further_s is None else self.further_s
+
+        def seconds(count: FloatArray) -> FloatArray:
+            return self.target_s * np.minimum(count, few) + further_s * np.maximum(count - few, 0.0)
+
+        return seconds(targets) - seconds(_measured(lengths, num_tokens, self.targets))
 
 
 def _measured(lengths: tuple[int, ...], num_tokens: FloatArray, amounts: tuple[float, ...]) -> FloatArray:

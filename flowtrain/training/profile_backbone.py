@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.profile_layers import FEW_TARGETS
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
 from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy
@@ -120,6 +121,7 @@ class BackboneProfiler:
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
+        target_s, further_s = self._targets_s(self._configured(mixes[0]))
         head_forward_s = float(np.median(forwards["blind"])) - forward_s
         return BackboneTimes(
             layers_s=_positive(layers),
@@ -130,7 +132,8 @@ class BackboneProfiler:
             parameter_s=parameter_s,
             square_s=self._square_s(longest[0]),
             squares=tuple(np.mean(squares, axis=0).tolist()),
-            target_s=self._target_s(longest[0]),
+            target_s=target_s,
+            further_s=further_s,
             targets=tuple(np.mean(targets, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
@@ -156,19 +159,29 @@ class BackboneProfiler:
         squares = (part * _PARTS) ** 2 - _PARTS * part**2
         return max(0.0, statistics.median(found)) / (len(self._layers) - 1) / squares
 
-    def _target_s(self, mix: Sequence[PlannedSample]) -> float:
-        """Seconds of the head for each token with loss: a microbatch where nearly all or hardly any token has one."""
-        few = 2 * _num_targets(mix) < sum(each.num_tokens for each in mix)
-        other = [replace(each, num_target_tokens=max(1, each.num_tokens - 1) if few else 1) for each in mix]
-        more = _num_targets(other) - _num_targets(mix)
-        if not more:
-            return 0.0
-        batches, found = [self._batch(mix), self._batch(other)], []
-        for number in range(WARMUP_STEPS + FEW_STEPS):
-            before, after = self._step(1, batches).microbatches_s
+    def _configured(self, by_length: Sequence[Sequence[PlannedSample]]) -> Sequence[PlannedSample]:
+        """Return the mix whose length is nearest to the run's microbatches."""
+        configured = self._config.scheduler.microbatch_tokens
+        return min(by_length, key=lambda mix: abs(sum(each.num_tokens for each in mix) - configured))
+
+    def _targets_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float]:
+        """Seconds of the head for each token with loss, up to ``FEW_TARGETS`` of a microbatch and beyond.
+
+        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be.
+        """
+        mixes = [
+            [replace(each, num_target_tokens=max(1, int(share * (each.num_tokens - 1)))) for each in mix]
+            for share in (0.0, FEW_TARGETS, 1.0)
+        ]
+        counts = np.array([_num_targets(each) for each in mixes])
+        batches = [self._batch(each) for each in mixes]
+        found = []
+        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+            seconds = self._step(1, batches).microbatches_s
             if number >= WARMUP_STEPS:
-                found.append((after - before) / more)
-        return max(0.0, statistics.median(found))
+                found.append(np.diff(seconds) / np.maximum(np.diff(counts), 1))
+        few, further = np.median(found, axis=0).clip(0.0).tolist()
+        return few, further
 
     def _strategy(self, kind: MemoryKind, mix: Sequence[PlannedSample]) -> LayerTimes:
         """Times of a layer that follows a memory strategy, over a full microbatch."""

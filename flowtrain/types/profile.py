@@ -54,7 +54,9 @@ class BackboneTimes:
     squares: tuple[float, ...] = ()
     """Mean sums over sub-sequences of their squared tokens in the measured microbatches; ``[N]``, or none."""
     target_s: float = 0.0
-    """The head and the loss, for each token with loss."""
+    """The head and the loss, for each token with loss while they are few."""
+    further_s: float = 0.0
+    """Likewise for each further one."""
     targets: tuple[float, ...] = ()
     """Mean tokens with loss in the measured microbatches; ``[N]``, or none."""
     strategies: dict[str, LayerTimes] = field(default_factory=dict)

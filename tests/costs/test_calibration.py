@@ -179,6 +179,17 @@ def test_the_head_takes_longer_the_more_tokens_have_a_loss() -> None:
     assert float(found.head_s(TOKENS, 1)[0]) == pytest.approx(max(head + 1e-6 * 4096 * (share - 0.1), head / 4))
 
 
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_tokens_with_loss_beyond_the_few_take_their_own_time(measured: float, share: float) -> None:
+    losses = LossCosts(1e-6, (1000.0 * measured,), further_s=3e-6)
+
+    def seconds(count: float) -> float:
+        return 1e-6 * min(count, 250.0) + 3e-6 * max(count - 250.0, 0.0)
+
+    found = losses.beyond_s((1000,), np.array([1000.0]), np.array([1000.0 * share]))
+    assert float(found[0]) == pytest.approx(seconds(1000.0 * share) - seconds(1000.0 * measured))
+
+
 def test_measured_strategies_come_before_counted_forwards() -> None:
     strategies = {"none": StrategyCosts(4096, 0.02, 1e8), "full": StrategyCosts(4096, 0.025, 1e6)}
     profile = replace(PROFILE, strategies=strategies, model={**PROFILE.model, "activation_checkpointing": "none"})

@@ -12,6 +12,10 @@ TOLERANCE = 5e-4
 """A bin whose cost deviates from the mean by at most this share of the mean counts as even."""
 ENOUGH = 0.6
 """An exchange that removes at least this share of the worst squared deviation is made without looking further."""
+MOST_PARTNERS = 128
+"""Bins that a round tries to exchange with, the next ones by number: with many bins, those find what all would."""
+BLOCK = 32
+"""Neighbouring bins of which only the outer two are compared with others."""
 MAX_ROUNDS_PER_BIN = 8
 """Bound on the search, in rounds per bin. It ends much earlier, unless many bins are stuck close to even."""
 
@@ -27,7 +31,7 @@ def even_out(
     per_longest: float,
     per_square: float,
 ) -> None:
-    """Move and swap samples between the bins from ``first`` on, until no exchange makes the most uneven bins more even.
+    """Move and swap samples between the bins from ``first`` on, until no exchange tried makes uneven bins more even.
 
     sizes: tokens, descending. number: the bin of each sample, changed in place. No bin exceeds the capacity.
     """
@@ -38,15 +42,23 @@ def even_out(
         longest = sizes[members[bin_, 0]] if counts[bin_] else 0
         costs[bin_] = linear[bin_] + per_longest * longest**2
     stuck = np.zeros(len(counts), dtype=np.bool_)
+    total, outer = costs.sum(), np.full((-(-len(counts) // BLOCK), 2), -1)
+    for bin_ in range(0, len(counts), BLOCK):
+        _find_outer(costs, stuck, outer, bin_)
     for _ in range(MAX_ROUNDS_PER_BIN * len(counts)):
-        mean = costs.mean()
-        far = _furthest(costs, stuck, mean)
+        mean = total / len(counts)
+        far = _furthest(costs, outer, mean)
         if far < 0:
             break
         best_gain, best_partner, best_give, best_take = 1e-9 * mean**2, -1, -1, -1
-        for partner in range(len(counts)):
-            if (costs[partner] - mean) * (costs[far] - mean) > 0.0 or partner == far:
+        num_tried = 0
+        for distance in range(1, len(counts)):
+            partner = (far + distance) % len(counts)
+            if (costs[partner] - mean) * (costs[far] - mean) > 0.0:
                 continue
+            if num_tried == MOST_PARTNERS:
+                break
+            num_tried += 1
             costly, cheap = (far, partner) if costs[far] > costs[partner] else (partner, far)
             gain, give, take = _best_exchange(
                 sizes, values, members, counts, tokens, linear, costs, costly, cheap, mean, capacity, per_longest
@@ -57,13 +69,18 @@ def even_out(
                     break
         if best_partner < 0:
             stuck[far] = True
+            _find_outer(costs, stuck, outer, far)
             continue
+        total -= costs[far] + costs[best_partner]
         costly, cheap = (far, best_partner) if costs[far] > costs[best_partner] else (best_partner, far)
         given = members[costly, best_give]
         taken = members[cheap, best_take] if best_take < counts[cheap] else -1
         _replace(sizes, values, members, counts, tokens, linear, costs, costly, given, taken, per_longest)
         _replace(sizes, values, members, counts, tokens, linear, costs, cheap, taken, given, per_longest)
+        total += costs[far] + costs[best_partner]
         stuck[far] = stuck[best_partner] = False
+        _find_outer(costs, stuck, outer, far)
+        _find_outer(costs, stuck, outer, best_partner)
     for bin_ in range(len(counts)):
         number[members[bin_, : counts[bin_]]] = first + bin_
 
@@ -89,12 +106,30 @@ def _gather(
 
 
 @compiled
-def _furthest(costs: FloatArray, stuck: npt.NDArray[np.bool_], mean: float) -> int:
-    """Return the bin that deviates most from the mean, or -1 if all are even or stuck."""
+def _find_outer(costs: FloatArray, stuck: npt.NDArray[np.bool_], outer: IntArray, bin_: int) -> None:
+    """Note the costliest and the cheapest bin that are not stuck, -1 if all are, of the block that a bin is in."""
+    block = bin_ // BLOCK
+    costliest = cheapest = -1
+    for other in range(block * BLOCK, min((block + 1) * BLOCK, len(costs))):
+        if stuck[other]:
+            continue
+        if costliest < 0 or costs[other] > costs[costliest]:
+            costliest = other
+        if cheapest < 0 or costs[other] < costs[cheapest]:
+            cheapest = other
+    outer[block, 0], outer[block, 1] = costliest, cheapest
+
+
+@compiled
+def _furthest(costs: FloatArray, outer: IntArray, mean: float) -> int:
+    """Return the bin that deviates most from the mean, the first of equals, or -1 if all are even or stuck."""
     far, deviation = -1, TOLERANCE * mean
-    for bin_ in range(len(costs)):
-        if not stuck[bin_] and abs(costs[bin_] - mean) > deviation:
-            far, deviation = bin_, abs(costs[bin_] - mean)
+    for bin_ in outer.ravel():
+        if bin_ < 0:
+            continue
+        its = abs(costs[bin_] - mean)
+        if its > deviation or (its == deviation and bin_ < far):
+            far, deviation = bin_, its
     return far
 
 

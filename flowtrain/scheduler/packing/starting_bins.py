@@ -10,6 +10,9 @@ import numpy as np
 from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
 
+BLOCK = 32
+"""Neighbouring bins that ``deal`` passes over at once if none of them can be the cheapest with room."""
+
 
 @compiled
 def set_apart(
@@ -50,13 +53,19 @@ def deal(
     """Give each sample, costliest first, to the cheapest bin that has room; False if a sample fits nowhere."""
     tokens = np.zeros(num_bins, dtype=np.int64)
     costs = np.full(num_bins, -np.inf)  # empty bins come first, at any cost of samples
+    num_blocks = -(-(num_bins - first) // BLOCK)
+    least_tokens, least_cost = np.zeros(num_blocks, dtype=np.int64), np.full(num_blocks, -np.inf)
     for index in range(len(sizes)):
         if number[index] >= 0:
             continue
         size, best = sizes[index], -1
-        for candidate in range(first, num_bins):
-            if tokens[candidate] + size <= capacity and (best < 0 or costs[candidate] < costs[best]):
-                best = candidate
+        for block in range(num_blocks):
+            if least_tokens[block] + size > capacity or (best >= 0 and least_cost[block] >= costs[best]):
+                continue
+            start = first + block * BLOCK
+            for candidate in range(start, min(start + BLOCK, num_bins)):
+                if tokens[candidate] + size <= capacity and (best < 0 or costs[candidate] < costs[best]):
+                    best = candidate
         if best < 0:
             return False
         if tokens[best] == 0:
@@ -64,6 +73,10 @@ def deal(
         number[index] = best
         tokens[best] += size
         costs[best] += per_token * size + per_square * size**2
+        block = (best - first) // BLOCK
+        start = first + block * BLOCK
+        end = min(start + BLOCK, num_bins)
+        least_tokens[block], least_cost[block] = tokens[start:end].min(), costs[start:end].min()
     return True
 
 

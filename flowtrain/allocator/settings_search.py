@@ -12,6 +12,7 @@ import numpy as np
 from flowtrain.allocator.candidates import BoolArray, CandidateColumns, Enumeration, PruneReason, counted
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.training_setup import ReductionName
+from flowtrain.pipeline.schedules.one_f_one_b import largest_groups
 from flowtrain.types.run_plan import BackboneSettings
 
 SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full": 2, "offload": 3}
@@ -71,11 +72,11 @@ class PeakMemo:
         """Return which of some columns of a variant fit, ``[I]``, and the least peak of those that do not.
 
         every: all columns of the variant, by tp, pp and dp; they reduce gradients as ``reduction`` says. index:
-        ascending. More replicas of the same degrees never take more of a device, except that a single one shards
-        nothing: so a few of each are predicted first, and then those between the last that does not fit and the next.
+        ascending. More replicas of the same degrees mostly take no more of a device: so some in each run of such
+        configurations are predicted first, and then those between the last that does not fit and the next.
         """
         known = self._peaks.setdefault((variant.settings, reduction), np.full(len(every), _UNKNOWN))
-        pivot, before, after = _pivots(every, index)
+        pivot, before, after = _pivots(variant, every, index)
         self._predict(variant, every, known, index[pivot])
         within = known[index] <= memory_nbytes
         between = within[after] & ~within[before]
@@ -91,16 +92,21 @@ class PeakMemo:
             known[missing] = variant.peaks(every[missing])
 
 
-def _pivots(every: CandidateColumns, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
+def _pivots(variant: Variant, every: CandidateColumns, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
     """Return which of some columns are predicted first, and for each the nearest of these before and after it.
 
-    Runs of columns that differ by the number of replicas alone have them at both ends, and about as many in between as
-    there are between two of them.
+    Columns of a run never take more memory the more replicas there are: they differ by that number alone, a single
+    replica, which shards nothing, is alone, and interleaved schedules send as many microbatches through a chunk at
+    once. A run's first and last are predicted first, and about as many in between as lie between two of them.
     """
     count = len(index)
     at, tp, pp, dp = np.arange(count), every.tp[index], every.pp[index], every.dp[index]
     starts = np.ones(count, dtype=bool)
     starts[1:] = (np.diff(tp) != 0) | (np.diff(pp) != 0) | (dp[:-1] == 1)
+    if variant.chunks > 1:
+        num_microbatches = variant.num_microbatches(dp)
+        at_once = np.where(num_microbatches >= pp, largest_groups(pp, num_microbatches), 0)
+        starts[1:] |= np.diff(at_once) != 0
     ends = np.append(starts[1:], True)[:count]
     place = at - np.maximum.accumulate(np.where(starts, at, 0))
     step = max(1, math.isqrt(int(place.max(initial=0)) + 1))

@@ -167,7 +167,8 @@ class BackboneProfiler:
     def _targets_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float]:
         """Seconds of the head for each token with loss, up to ``FEW_TARGETS`` of a microbatch and beyond.
 
-        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be.
+        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be. They
+        come in both orders: one that follows a larger one takes longer, since its memory is other memory.
         """
         mixes = [
             [replace(each, num_target_tokens=max(1, int(share * (each.num_tokens - 1)))) for each in mix]
@@ -177,8 +178,9 @@ class BackboneProfiler:
         batches = [self._batch(each) for each in mixes]
         found = []
         for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            seconds = self._step(1, batches).microbatches_s
+            rising, falling = (self._step(1, each).microbatches_s for each in (batches, batches[::-1]))
             if number >= WARMUP_STEPS:
+                seconds = np.mean([rising, falling[::-1]], axis=0)
                 found.append(np.diff(seconds) / np.maximum(np.diff(counts), 1))
         few, further = np.median(found, axis=0).clip(0.0).tolist()
         return few, further

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowtrain.allocator import settings_search
 from flowtrain.allocator.allocate import allocate
-from flowtrain.allocator.candidates import Candidate, PruneReason
+from flowtrain.allocator.candidates import BoolArray, Candidate, CandidateColumns, PruneReason
 from flowtrain.allocator.choices import backbone_choices
 from flowtrain.allocator.program.flow import Choice, levels
-from flowtrain.allocator.request import Request, enumerate_all, enumerate_module, flow_problem, fronts_of
+from flowtrain.allocator.request import Request, enumerate_all, enumerate_module, flow_problem, fronts_of, memos_of
 from flowtrain.allocator.run_memory import memory_of_run
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.flops import IntArray
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
@@ -210,6 +213,37 @@ def test_the_program_finds_what_trying_all_finds(choices: tuple[BackboneSettings
             allocate(of, roofline_surrogate)
         return
     assert allocate(of, roofline_surrogate).rate == pytest.approx(best, rel=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    choices=CHOICES,
+    gibibytes=st.lists(st.sampled_from([3, 6, 12, 24, 40]), min_size=1, max_size=3),
+    chooses=st.booleans(),
+)
+def test_predicting_the_memory_of_some_finds_what_predicting_all_finds(
+    choices: tuple[BackboneSettings, ...], gibibytes: list[int], chooses: bool
+) -> None:
+    of = replace(asked(choices, devices=96, batch=200), chooses_reduction=chooses)
+    device = of.cluster["h200"]
+    memos = memos_of(of)
+    for room in gibibytes:  # a later search knows the peaks of the earlier ones
+        some = enumerate_module(of, BACKBONE, device, room << 30, memos)
+        with patch.object(settings_search, "_pivots", all_of_them):
+            every = enumerate_module(of, BACKBONE, device, room << 30)
+        assert some.pruned == every.pruned and some.least_peak_nbytes == every.least_peak_nbytes
+        assert len(some.every) == len(every.every)
+        for one, other in zip(some.every, every.every, strict=True):
+            assert one.settings == other.settings and one.reduces_each is not None and other.reduces_each is not None
+            for name in ("dp", "pp", "tp", "reduces_each"):
+                assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def all_of_them(
+    variant: settings_search.Variant, every: CandidateColumns, index: IntArray
+) -> tuple[BoolArray, IntArray, IntArray]:
+    at = np.arange(len(index))
+    return np.ones(len(index), dtype=bool), at, at
 
 
 # --- what is left out ----------------------------------------------------------------------------------------------

@@ -111,12 +111,17 @@ def in_flight_of_chunks(pp: IntArray, rank: IntArray, num_microbatches: IntArray
     """Return ``in_flight_by_chunk`` of many ranks without an encoder, ``[N, num_segments]``; the arguments ``[N]``."""
     if num_segments == 1:
         return np.minimum(pp - rank, num_microbatches)[:, None]
-    group = -(-num_microbatches // np.maximum(num_microbatches // pp, 1))
+    group = largest_groups(pp, num_microbatches)
     num_warmup = 2 * (pp - 1 - rank) + (num_segments - 1) * group
     count = np.minimum(num_warmup + 1, num_microbatches * num_segments)
     rounds, rest = np.divmod(count, group * num_segments)
     segments = np.arange(num_segments)[None, :]
     return rounds[:, None] * group[:, None] + np.clip(rest[:, None] - segments * group[:, None], 0, group[:, None])
+
+
+def largest_groups(pp: IntArray, num_microbatches: IntArray) -> IntArray:
+    """Return the most microbatches that an interleaved schedule sends through a chunk one after the other; ``[N]``."""
+    return -(-num_microbatches // np.maximum(num_microbatches // pp, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ TOLERANCE = 5e-4
 """A bin whose cost deviates from the mean by at most this share of the mean counts as even."""
 ENOUGH = 0.6
 """An exchange that removes at least this share of the worst squared deviation is made without looking further."""
-MOST_PARTNERS = 128
+MOST_PARTNERS = 256
 """Bins that a round tries to exchange with, the next ones by number: with many bins, those find what all would."""
 BLOCK = 32
 """Neighbouring bins of which only the outer two are compared with others."""
@@ -129,7 +129,7 @@ def _furthest(costs: FloatArray, outer: IntArray, mean: float) -> int:
             continue
         its = abs(costs[bin_] - mean)
         if its > deviation or (its == deviation and bin_ < far):
-            far, deviation = bin_, its
+            far, deviation = int(bin_), its
     return far
 
 

@@ -174,15 +174,15 @@ class BackboneProfiler:
             [replace(each, num_target_tokens=max(1, int(share * (each.num_tokens - 1)))) for each in mix]
             for share in (0.0, FEW_TARGETS, 1.0)
         ]
-        counts = np.array([_num_targets(each) for each in mixes])
+        more = np.diff([_num_targets(each) for each in mixes])
         batches = [self._batch(each) for each in mixes]
         found = []
         for number in range(WARMUP_STEPS + MEASURED_STEPS):
             rising, falling = (self._step(1, each).microbatches_s for each in (batches, batches[::-1]))
             if number >= WARMUP_STEPS:
                 seconds = np.mean([rising, falling[::-1]], axis=0)
-                found.append(np.diff(seconds) / np.maximum(np.diff(counts), 1))
-        few, further = np.median(found, axis=0).clip(0.0).tolist()
+                found.append(np.diff(seconds) / np.maximum(more, 1))
+        few, further = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
         return few, further
 
     def _strategy(self, kind: MemoryKind, mix: Sequence[PlannedSample]) -> LayerTimes:

@@ -13,6 +13,7 @@ from flowtrain.scheduler.layout import Layout, lay_out
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.best_fit_balanced import best_fit_balanced
 from flowtrain.scheduler.packing.best_fit_decreasing import best_fit_decreasing
+from flowtrain.scheduler.packing.starting_bins import deal
 from flowtrain.scheduler.summary import slot_imbalances, step_cost, step_imbalance
 from flowtrain.types.plan import CostModel
 
@@ -105,3 +106,42 @@ def test_even_bins_on_lengths_like_those_of_tiled_images(fill: float) -> None:
     costs = slot_costs(lay_out(lengths, rules, "best_fit_balanced", "lpt", 4), lengths, rules)
     assert step_imbalance(costs) < 0.005
     assert slot_imbalances(costs).max() < 0.015
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=150), st.integers(1, 100), st.integers(0, 3))
+def test_each_sample_is_dealt_to_the_cheapest_bin_with_room(lengths: list[int], num_bins: int, first: int) -> None:
+    sizes, number = np.array(sorted(lengths, reverse=True)), np.full(len(lengths), -1, dtype=np.int64)
+    model = COSTS["eq3"]
+    coefficients = model.per_token, model.per_longest, model.per_square
+    found = deal(sizes, number, first, first + num_bins, CAPACITY, *coefficients)
+    tokens, costs = [0] * num_bins, [-np.inf] * num_bins
+    for index, size in enumerate(sizes.tolist()):
+        room = [each for each in range(num_bins) if tokens[each] + size <= CAPACITY]
+        if not room:
+            assert not found and number[index] == -1
+            return
+        best = min(room, key=lambda each: costs[each])
+        assert number[index] == first + best
+        if not tokens[best]:
+            costs[best] = model.per_longest * size**2
+        tokens[best] += size
+        costs[best] += model.per_token * size + model.per_square * size**2
+    assert found
+
+
+@pytest.mark.parametrize("distribution", ["even", "heavy"])
+def test_bins_are_as_even_where_there_are_more_than_a_round_tries(distribution: str) -> None:
+    """Against batches of few bins, each of which could be exchanged with each other."""
+    generator = np.random.default_rng(0)
+    drawn = generator.uniform(100, 3000, 8192) if distribution == "even" else 100 + 300 * generator.pareto(1.3, 8192)
+    sizes = drawn.clip(64, 8192).astype(np.int64).tolist()
+    rules = PackingRules(8192, eq3(8192), 16)
+
+    def excess(part: list[int]) -> float:
+        lengths = Lengths.of(part)
+        costs = best_fit_balanced(lengths, rules).costs(lengths, rules.cost)
+        return float(np.sort(costs)[::-1][::16].sum() * 16 / costs.sum() - 1.0)
+
+    parts = [excess(sizes[start : start + 1024]) for start in range(0, 8192, 1024)]
+    assert excess(sizes) <= sum(parts) / len(parts) + 1e-3

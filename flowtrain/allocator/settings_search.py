@@ -72,13 +72,13 @@ class PeakMemo:
         """Return which of some columns of a variant fit, ``[I]``, and the least peak of those that do not.
 
         every: all columns of the variant, by tp, pp and dp; they reduce gradients as ``reduction`` says. index:
-        ascending. More replicas of the same degrees mostly take no more of a device: so some in each run of such
-        configurations are predicted first, and then those between the last that does not fit and the next.
+        ascending. In a run of configurations (``_pivots``) none takes more than one with fewer replicas: so some of
+        each run are predicted first, and then those between the last of these that does not fit and the next.
         """
         known = self._peaks.setdefault((variant.settings, reduction), np.full(len(every), _UNKNOWN))
         pivot, before, after = _pivots(variant, every, index)
         self._predict(variant, every, known, index[pivot])
-        within = known[index] <= memory_nbytes
+        within = known[index] <= memory_nbytes  # true of those first ones alone
         between = within[after] & ~within[before]
         self._predict(variant, every, known, index[between])
         fits = np.where(pivot | between, known[index] <= memory_nbytes, within[before])
@@ -95,9 +95,9 @@ class PeakMemo:
 def _pivots(variant: Variant, every: CandidateColumns, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
     """Return which of some columns are predicted first, and for each the nearest of these before and after it.
 
-    Columns of a run never take more memory the more replicas there are: they differ by that number alone, a single
-    replica, which shards nothing, is alone, and interleaved schedules send as many microbatches through a chunk at
-    once. A run's first and last are predicted first, and about as many in between as lie between two of them.
+    In a run of columns, more replicas never take more memory. Its columns differ in their number alone. A single
+    replica, which shards nothing, is a run of its own, and where ranks have several chunks, as many microbatches go
+    through a chunk at once. A run's first and last are predicted first, and some at equal distances between them.
     """
     count = len(index)
     at, tp, pp, dp = np.arange(count), every.tp[index], every.pp[index], every.dp[index]

@@ -8,6 +8,7 @@ the index's own types. Torch would unpickle other values than tensors freely, so
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,16 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _INDEX_TYPES.get(module, ()) or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Return a member of an enumeration, which Python up to 3.11.3 pickles as its class's attribute."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"an attribute ({name}) of {kind!r} has no place in a checkpoint's index")
 
 
 def _is_dtype(name: str) -> bool:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorStorageMetadata
 
 from flowtrain.errors import CheckpointError
-from flowtrain.training import checkpoint, checkpoint_store
+from flowtrain.training import checkpoint, checkpoint_format, checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.trainer import Trainer
@@ -102,7 +102,27 @@ class Payload:
         return os.mkdir, ("pwned",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Payload()), pickle.dumps({"a": 1})[:-3], b"", None])
+class Attribute:
+    """Is an attribute of a class of the index when it is unpickled."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._named = owner, name
+
+    def __reduce__(self):
+        return getattr, self._named
+
+
+def test_python_up_to_3_11_3_names_a_member_of_an_enumeration_as_an_attribute(tmp_path):
+    for member in _MEM_FORMAT_ENCODING:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, member.name)))
+        with (tmp_path / ".metadata").open("rb") as file:
+            assert checkpoint_format._IndexUnpickler(file).load() is member
+
+
+FOREIGN = [Payload(), Attribute(_MEM_FORMAT_ENCODING, "mro"), Attribute(TensorStorageMetadata, "__init__")]
+
+
+@pytest.mark.parametrize("content", [*map(pickle.dumps, FOREIGN), pickle.dumps({"a": 1})[:-3], b"", None])
 def test_an_index_with_foreign_content_is_refused_and_not_run(tmp_path, monkeypatch, fresh_trainer, content):
     monkeypatch.chdir(tmp_path)
     trainer, directory = fresh_trainer(), tmp_path / "checkpoint"

@@ -29,7 +29,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError, SnapshotLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
-from flowtrain.models.device import default_device
+from flowtrain.models.device import opened_device
 from flowtrain.models.families.registry import unchecked_family
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.checkpoint_store import probe_directory
@@ -117,7 +117,7 @@ class BackboneRank:
         keeper: keeps this node's snapshots; None: there are none.
         """
         self._evaluations, self._origin, self._keeper = evaluations, origin, keeper
-        device = default_device(self._config.model.device)
+        device = opened_device(self._config.model.device)
         self._family = unchecked_family(self._config)
         limits = self._config.limits
         self._group = init_backbone_group(

@@ -29,7 +29,7 @@ from flowtrain.errors import OwnerLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.pool import Pool
-from flowtrain.models.device import default_device
+from flowtrain.models.device import opened_device
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.registry import unchecked_family
 from flowtrain.training.mesh import open_listener
@@ -114,7 +114,7 @@ class Encoder:
         self._spans.follow(link)
         torch.set_num_threads(self._settings.num_threads)
         self._family = unchecked_family(self._config)
-        device = default_device(self._config.model.device)
+        device = opened_device(self._config.model.device)
         with giving_way(self._config, device):
             self._run(device)
 

@@ -9,7 +9,7 @@ import torch
 
 from flowtrain.actors.cores import giving_way
 from flowtrain.config.run import RunConfig
-from flowtrain.models.device import default_device
+from flowtrain.models.device import opened_device
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import unchecked_family
@@ -30,7 +30,7 @@ def join_replica(
     return TowerGroup(
         [rank_name(leader, each) for each in range(size)],
         rank,
-        default_device(config.model.device),
+        opened_device(config.model.device),
         port=port,
         listener=listener,
         start_timeout_s=config.limits.start_limit_s,
@@ -68,7 +68,7 @@ class EncoderRank:
         Raises ReplicaLostError when another rank is gone, StallError when ranks do not come.
         """
         torch.set_num_threads(self._config.encoders[self._encoder].num_threads)
-        device = default_device(self._config.model.device)
+        device = opened_device(self._config.model.device)
         with giving_way(self._config, device):
             family = unchecked_family(self._config)
             group = join_replica(self._config, self._encoder, self._leader, self._rank, port)

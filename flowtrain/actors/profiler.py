@@ -20,7 +20,7 @@ from flowtrain.data.images import decode_image, tiles_of
 from flowtrain.data.sources.base import BadSample, Buffer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
-from flowtrain.models.device import default_device, device_name
+from flowtrain.models.device import device_name, opened_device
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.initial_weights import materialize
 from flowtrain.training.mesh import init_backbone_group, open_listener
@@ -74,7 +74,7 @@ class Profiler:
 
     def start(self, host: str, port: int) -> DeviceReport:
         """Join the group and measure the device; collective."""
-        device, limits = default_device(self._config.model.device), self._config.limits
+        device, limits = opened_device(self._config.model.device), self._config.limits
         torch.set_num_threads(self._config.backbone.num_threads)
         self._family = family_from_config(self._config)
         self._group = init_backbone_group(

@@ -157,7 +157,8 @@ class _Microbatches:
         together = num_images.sum() / np.maximum(np.count_nonzero(num_images), 1)
         encoder = packed.sums(times.images_s(name, degrees.tp, together=together)).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
-        stages = loads.stage_s(encoder, *parts) + calls_s(times, columns, surrogate.chunks)
+        calls = calls_s(times, columns, surrogate.chunks) + monolithic.own_calls_s(request, times, columns, place)
+        stages = loads.stage_s(encoder, *parts) + calls
         held, mean = monolithic.held(request, columns, loads), stages.mean(axis=0)
         each = surrogate.slot_times(columns, tokens, stages.max(axis=0), held)
         fill = fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean)
@@ -195,14 +196,13 @@ class _Backbone:
         alike = np.arange(len(counts))
         one, held = found.columns[alike], found.held.of(alike)
         once = surrogate.once_s(one, mean(found.each.computing), counts, held)
-        busy = counts * mean(found.mean)
-        if request.cluster[one.device_type].name == CPU:
-            busy = busy + counts * mean(found.each.total - found.each.computing) + once
-        else:
-            busy = busy + surrogate.optimizer_s(one, held)
         rest = mean(found.fill) + once
         if candidate.backbone.degrees.pp > 1:
             busy = np.array([each.sum() for each in slots]) + rest
+        elif request.cluster[one.device_type].name == CPU:
+            busy = counts * mean(found.mean + found.each.total - found.each.computing) + once
+        else:
+            busy = counts * mean(found.mean) + surrogate.optimizer_s(one, held)
         imbalance = float(computing.max(axis=1).sum() / computing.mean(axis=1).sum()) - 1.0
         return cls(slots, rest, busy, imbalance)
 

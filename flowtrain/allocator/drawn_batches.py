@@ -64,6 +64,8 @@ class DrawnBatches:
     scheduler: SchedulerConfig
     """Methods of packing and dispatch, and the lookahead; ``microbatch_tokens`` is the request's."""
     _packed: dict[tuple[int, int, CostModel], PackedBatches] = field(default_factory=dict)
+    _by_length: list[IntArray] = field(default_factory=list)
+    """Each batch in the order of its samples' lengths, once a part of one was needed."""
 
     @classmethod
     def draw(
@@ -103,8 +105,10 @@ class DrawnBatches:
         samples: list[IntArray] = []
         places: list[IntArray] = []
         num_slots: list[int] = []
-        for batch in self.batches:
-            parts = [batch] if part_dp == dp else _parts(batch, workload.lengths, part_size, num_parts)
+        if part_dp < dp and not self._by_length:
+            self._by_length.extend(batch[np.argsort(workload.lengths[batch], kind="stable")] for batch in self.batches)
+        for number, batch in enumerate(self.batches):
+            parts = [batch] if part_dp == dp else _parts(self._by_length[number], part_size, num_parts)
             slots, ordered, where = self._lay_out(workload, parts, rules)
             samples.append(ordered)
             places.append(where + sum(num_slots) * ranks)
@@ -157,8 +161,10 @@ def _spread(ordered: IntArray, shape: tuple[int, int], generator: np.random.Gene
     return generator.permutation(chosen).reshape(shape)
 
 
-def _parts(batch: IntArray, lengths: IntArray, size: int, count: int) -> list[IntArray]:
-    """Return ``count`` parts of a batch, of ``size`` samples each, with the same mix of lengths."""
-    ordered = batch[np.argsort(lengths[batch], kind="stable")]
+def _parts(ordered: IntArray, size: int, count: int) -> list[IntArray]:
+    """Return ``count`` parts of a batch, of ``size`` samples each, with the same mix of lengths.
+
+    ordered: the batch's samples by length.
+    """
     starts = (np.arange(count) + 0.5) / count
-    return [ordered[((np.arange(size) + start) * (len(batch) / size)).astype(np.int64)] for start in starts]
+    return [ordered[((np.arange(size) + start) * (len(ordered) / size)).astype(np.int64)] for start in starts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -62,32 +62,41 @@ def backbone_memory(
 
 def backbone_peaks(
     model: ModelSpec,
-    workload: Workload,
-    setup: TrainingSetup,
+    variants: Sequence[tuple[Workload, TrainingSetup]],
     slices: Slices,
     columns: CandidateColumns,
+    variant: IntArray,
     num_shards: IntArray,
+    num_microbatches: IntArray,
 ) -> IntArray:
     """Return the peaks of many configurations, ``[C]``, each as ``backbone_memory``.
 
-    num_shards: DP ranks that hold one set of shards, ``[C]``. ``columns.reduces_each`` decides over ``setup``.
+    variants: data and setups that differ in the size of microbatches and in sharding alone. variant: of each
+    configuration. num_shards: DP ranks that hold one set of shards. num_microbatches: of a step on each replica. All
+    are ``[C]``. ``columns.reduces_each`` decides over the setups.
     """
     if not len(columns):
         return np.zeros(0, dtype=np.int64)
+    setup = variants[0][1]
     rows = _rank_rows(slices, model.backbone, setup.activation_checkpointing, setup.checkpoint_every)
-    num_microbatches, size = workload.num_microbatches(columns.dp), microbatch_size(workload)
     reduces_each = np.zeros(len(columns), dtype=bool) if columns.reduces_each is None else columns.reduces_each
     row, starts = rows.of_degrees(columns.pp)
     each = np.repeat(np.arange(len(columns)), np.diff(starts, append=len(row)))
+    sizes = [microbatch_size(workload) for workload, _ in variants]
+    different = list(dict.fromkeys(sizes))
+    size = np.array([different.index(each) for each in sizes])
+    shards = np.array([own.sharding != "gradients" for _, own in variants])
     found = rank_peaks(
         model.backbone,
         model.connector,
         rows.columns(row, columns.pp[each], num_microbatches[each]),
         setup,
-        size,
+        different,
+        size=size[variant][each],
         dp=columns.dp[each],
         tp=columns.tp[each],
         num_shards=num_shards[each],
+        shards_parameters=shards[variant][each],
         accumulates=num_microbatches[each] > 1,
         reduces_each=reduces_each[each],
     )

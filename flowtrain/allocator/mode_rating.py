@@ -35,7 +35,7 @@ class ModeRating:
     candidate: ModeCandidate | None = None
     """What was rated; None if nothing fits."""
     was_tried: bool = False
-    """Whether the profile has a trial of it, so that ``rate`` is measured."""
+    """Whether the profile has a trial of it; ``rate`` then lies among the rates that trials of its work ran."""
 
     @property
     def plan(self) -> TriedPlan | None:

@@ -39,7 +39,7 @@ class Contestant:
     predicted: float | None = None
     """Samples/s without trials, by which ``rate`` is corrected; None: the same."""
     was_tried: bool = False
-    """Whether a profile has a trial of it, so that ``rate`` is measured."""
+    """Whether a profile has a trial of it; ``rate`` then lies among the rates that trials of its work ran."""
 
     @property
     def mode(self) -> Mode:

@@ -14,10 +14,12 @@ from flowtrain.allocator.degrees import encoder_degree_faults
 from flowtrain.allocator.parameter_traffic import StageParameters, joined
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.run_memory import memory_of_ranks, monolithic_size
+from flowtrain.allocator.slices import Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, calls_s, fill_slots
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import StepMemory
-from flowtrain.costs.model_spec import ModelSpec, VisionSpec
+from flowtrain.costs.model_spec import ModelSpec, TransformerSpec, VisionSpec
+from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.errors import ConfigError
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.configured import encoder_layer_cost
@@ -61,36 +63,53 @@ def is_trained(request: Request) -> bool:
 
 def monolithic_partition(request: Request, pp: int, place: EncoderPlace) -> Partition:
     """Return the partition of a run (``pipeline.configured``); ConfigError if the layers cannot be cut so."""
-    model, freeze = request.model, request.workload.freeze
-    _, spec = encoder_of(model)
-    cost = encoder_layer_cost(spec, model.backbone, is_trained(request), "backbone" in freeze)
-    split = EncoderSplit(spec.num_layers, place, cost, is_trained(request))
-    is_for_place = request.slices.counts_encoder == (place == "mixed")
-    counts = request.slices.counts_for(pp) if is_for_place else None
-    return build_partition(
-        model.backbone.num_layers,
-        pp,
-        request.slices.chunks,
-        counts=counts,
-        encoder=split,
-        first_layers=model.backbone.first_layers,
-    )
+    return _partition(_Cut.of(request), pp, place)
 
 
 def rank_loads(request: Request, pp: int, place: EncoderPlace) -> RankLoads:
     """Return the loads of the ranks of a partition; ConfigError as ``monolithic_partition``."""
-    return _loads(monolithic_partition(request, pp, place), encoder_of(request.model)[1].num_layers)
+    return _loads(_Cut.of(request), pp, place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What of a request its partitions depend on."""
+
+    encoder: VisionSpec
+    backbone: TransformerSpec
+    trains_encoder: bool
+    freezes_backbone: bool
+    slices: Slices
+
+    @classmethod
+    def of(cls, request: Request) -> _Cut:
+        _, encoder = encoder_of(request.model)
+        freezes_backbone = "backbone" in request.workload.freeze
+        return cls(encoder, request.model.backbone, is_trained(request), freezes_backbone, request.slices)
 
 
 @lru_cache(maxsize=4096)
-def _loads(partition: Partition, num_encoder_layers: int) -> RankLoads:
+def _partition(cut: _Cut, pp: int, place: EncoderPlace) -> Partition:
+    slices, backbone = cut.slices, cut.backbone
+    cost = encoder_layer_cost(cut.encoder, backbone, cut.trains_encoder, cut.freezes_backbone)
+    split = EncoderSplit(cut.encoder.num_layers, place, cost, cut.trains_encoder)
+    is_for_place = slices.counts_encoder == (place == "mixed")
+    counts = slices.counts_for(pp) if is_for_place else None
+    return build_partition(
+        backbone.num_layers, pp, slices.chunks, counts=counts, encoder=split, first_layers=backbone.first_layers
+    )
+
+
+@lru_cache(maxsize=4096)
+def _loads(cut: _Cut, pp: int, place: EncoderPlace) -> RankLoads:
+    partition = _partition(cut, pp, place)
     layers = {module: np.zeros(partition.pp_size) for module in StageModule}
     for stage in partition.stages:
         layers[stage.module][stage.rank] += len(stage.layers)
     ranks = np.arange(partition.pp_size)
     images, tokens, last = partition.entry_rank, partition.token_rank, partition.stages[-1].rank
     return RankLoads(
-        layers[StageModule.ENCODER] / num_encoder_layers,
+        layers[StageModule.ENCODER] / cut.encoder.num_layers,
         (ranks == images).astype(np.float64),
         layers[StageModule.BACKBONE],
         (ranks == tokens).astype(np.float64),
@@ -193,7 +212,12 @@ def steps_s(
     """
     parts = PartTimes.of(request, surrogate, columns) if parts is None else parts
     loads = [rank_loads(request, int(columns.pp[0]), place) for place in places]
-    stages = [each.stage_s(parts.encoder, parts.layer, parts.connector, parts.head) + parts.calls for each in loads]
+    own = surrogate.times[columns.device_type]
+    calls = [parts.calls + own_calls_s(request, own, columns, place) for place in places]
+    stages = [
+        each.stage_s(parts.encoder, parts.layer, parts.connector, parts.head) + added
+        for each, added in zip(loads, calls, strict=True)
+    ]
     every = columns[np.tile(np.arange(len(columns)), len(places))]
     step = surrogate.step_of(
         every,
@@ -216,6 +240,15 @@ def own_fill_s(request: Request, columns: CandidateColumns, place: EncoderPlace,
     if place != "own":
         return np.zeros(len(columns))
     return (columns.pp - 1) * (1.0 - 1.0 / request.slices.chunks) * encoder / columns.pp
+
+
+def own_calls_s(request: Request, times: ModuleTimes, columns: CandidateColumns, place: EncoderPlace) -> FloatArray:
+    """Return seconds of a microbatch on a rank beside ``surrogate.calls_s``, ``[C]``.
+
+    A chunk of encoder stages takes a transfer in and out of each rank, and with a backward two more.
+    """
+    ends = (4 if is_trained(request) else 2) if place == "own" else 0
+    return np.where(columns.pp > 1, ends * times.launch_s, 0.0)
 
 
 def held(request: Request, columns: CandidateColumns, loads: RankLoads) -> StageParameters:

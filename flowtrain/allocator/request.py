@@ -17,7 +17,7 @@ from flowtrain.allocator.candidates import (
 from flowtrain.allocator.memory import MemoryBudget, backbone_memory, backbone_peaks
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
-from flowtrain.allocator.settings_search import PeakMemo, Variant, search_settings
+from flowtrain.allocator.settings_search import Alike, PeakMemo, Variant, search_settings
 from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.slices import ONE_EACH, Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
@@ -120,10 +120,6 @@ class Request:
         setup = replace(at.setup, shard_size=shards, gradient_reduction=candidate.gradient_reduction)
         return backbone_memory(self.model, at.workload, setup, candidate.degrees, at.slices)
 
-    def backbone_peaks(self, columns: CandidateColumns) -> IntArray:
-        """Predicted peak bytes on the fullest rank of many configurations of the backbone, ``[C]``."""
-        return backbone_peaks(self.model, self.workload, self.setup, self.slices, columns, self.shards_of(columns))
-
     def shards_of(self, columns: CandidateColumns) -> IntArray:
         """DP ranks that hold one set of shards, ``[C]``; 0 where hybrid sharding cannot form equal groups."""
         per_node = self.cluster[columns.device_type].devices_per_node
@@ -202,7 +198,22 @@ def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes
     reductions: tuple[ReductionName, ...] = (request.setup.gradient_reduction,)
     if request.chooses_reduction:
         reductions = ("step", "microbatch")
-    return search_settings([_variant(each) for each in requests], shapes, memory_nbytes, reductions, memo)
+
+    def peaks_of(alike: Alike, reduction: ReductionName, places: IntArray) -> IntArray:
+        variant, column = np.divmod(places, len(alike.columns))
+        of_variants = [request if each is None else request.with_settings(each) for each in alike.settings]
+        return backbone_peaks(
+            request.model,
+            [(each.workload, each.setup) for each in of_variants],
+            of_variants[0].slices,
+            alike.reducing(reduction)[column],
+            variant,
+            alike.num_shards.reshape(-1)[places],
+            alike.num_microbatches.reshape(-1)[places],
+        )
+
+    variants = [_variant(each) for each in requests]
+    return search_settings(variants, shapes, memory_nbytes, reductions, peaks_of, memo)
 
 
 def _variant(request: Request) -> Variant:
@@ -212,7 +223,6 @@ def _variant(request: Request) -> Variant:
         chunks=request.slices.chunks,
         num_microbatches=request.workload.num_microbatches,
         num_shards=request.shards_of,
-        peaks=request.backbone_peaks,
     )
 
 

@@ -20,6 +20,8 @@ SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full"
 
 _UNKNOWN = -1
 """Instead of a peak that was not predicted yet."""
+_MOST_TOGETHER = 1 << 16
+"""Configurations of variants that are searched at once, so that arrays stay in the caches."""
 
 Shapes = tuple[CandidateColumns, Counter[PruneReason]]
 """Configurations, and the number left out."""
@@ -37,8 +39,6 @@ class Variant:
     """Microbatches of a step on each of dp ranks, ``[C]``."""
     num_shards: Callable[[CandidateColumns], IntArray]
     """DP ranks that hold one set of shards, ``[C]``; 0 where hybrid sharding cannot form equal groups."""
-    peaks: Callable[[CandidateColumns], IntArray]
-    """Predicted peak bytes on the fullest device, ``[C]``."""
 
     @property
     def word(self) -> str | None:
@@ -51,60 +51,94 @@ class Variant:
         return self.settings.sharding if self.settings is not None else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """Variants that differ in their microbatches and their sharding alone, each with the same configurations.
+
+    Arrays over both are ``[V, C]``; a place counts the configurations of one variant after those of the other.
+    """
+
+    variants: tuple[Variant, ...]
+    columns: CandidateColumns
+    """By tp, pp and dp."""
+    num_microbatches: IntArray
+    """Of a step on each replica, ``[V, C]``."""
+    num_shards: IntArray
+    """As ``Variant.num_shards``, ``[V, C]``."""
+
+    @property
+    def word(self) -> str | None:
+        """As ``Variant.word``."""
+        return self.variants[0].word
+
+    @property
+    def settings(self) -> tuple[BackboneSettings | None, ...]:
+        """Those of each variant."""
+        return tuple(each.settings for each in self.variants)
+
+    def reducing(self, reduction: ReductionName) -> CandidateColumns:
+        """Return the configurations if they reduce gradients so; a single replica has nothing to reduce."""
+        reduces_each = self.columns.dp > 1 if reduction == "microbatch" else np.zeros(len(self.columns), dtype=bool)
+        return replace(self.columns, reduces_each=reduces_each)
+
+
+PeaksOf = Callable[[Alike, ReductionName, IntArray], IntArray]
+"""Returns the predicted peak bytes on the fullest device, ``[N]``, at some places of variants that are alike."""
+
+
 class PeakMemo:
-    """Peaks of the configurations in ``shapes``, each predicted at most once, for searches in different memory.
+    """Peaks of one request's configurations, each predicted at most once, for searches in different memory.
 
     ``found`` has what was searched, by the bytes of memory.
     """
 
     def __init__(self) -> None:
         self.found: dict[int, Enumeration] = {}
-        self._peaks: dict[tuple[BackboneSettings | None, ReductionName], IntArray] = {}
+        self._peaks: dict[tuple[tuple[BackboneSettings | None, ...], ReductionName], IntArray] = {}
 
     def fits(
-        self,
-        variant: Variant,
-        reduction: ReductionName,
-        every: CandidateColumns,
-        index: IntArray,
-        memory_nbytes: int,
+        self, alike: Alike, reduction: ReductionName, which: BoolArray, memory_nbytes: int, peaks_of: PeaksOf
     ) -> tuple[BoolArray, int | None]:
-        """Return which of some columns of a variant fit, ``[I]``, and the least peak of those that do not.
+        """Return what fits of some configurations, ``[V, C]``, and the least peak of those that do not.
 
-        every: all columns of the variant, by tp, pp and dp; they reduce gradients as ``reduction`` says. index:
-        ascending. In a run of configurations (``_pivots``) none takes more than one with fewer replicas: so some of
-        each run are predicted first, and then those between the last of these that does not fit and the next.
+        In a run of configurations (``_pivots``) none takes more than one with fewer replicas: so some of each run are
+        predicted first, and then those between the last of these that does not fit and the next.
         """
-        known = self._peaks.setdefault((variant.settings, reduction), np.full(len(every), _UNKNOWN))
-        pivot, before, after = _pivots(variant, every, index)
-        self._predict(variant, every, known, index[pivot])
+        known = self._peaks.setdefault((alike.settings, reduction), np.full(which.size, _UNKNOWN))
+        index = np.flatnonzero(which)
+
+        def predict(places: IntArray) -> None:
+            missing = places[known[places] == _UNKNOWN]
+            if len(missing):
+                known[missing] = peaks_of(alike, reduction, missing)
+
+        pivot, before, after = _pivots(alike, index)
+        predict(index[pivot])
         within = known[index] <= memory_nbytes  # true of those first ones alone
         between = within[after] & ~within[before]
-        self._predict(variant, every, known, index[between])
-        fits = np.where(pivot | between, known[index] <= memory_nbytes, within[before])
-        lacking = known[index[(pivot | between) & ~fits]]
+        predict(index[between])
+        fits = np.zeros(which.shape, dtype=bool)
+        fits.reshape(-1)[index] = np.where(pivot | between, known[index] <= memory_nbytes, within[before])
+        lacking = known[index[(pivot | between) & ~fits.reshape(-1)[index]]]
         return fits, int(lacking.min()) if len(lacking) else None
 
-    @staticmethod
-    def _predict(variant: Variant, every: CandidateColumns, known: IntArray, index: IntArray) -> None:
-        missing = index[known[index] == _UNKNOWN]
-        if len(missing):
-            known[missing] = variant.peaks(every[missing])
 
+def _pivots(alike: Alike, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
+    """Return which of some places are predicted first, and for each the nearest of these before and after it.
 
-def _pivots(variant: Variant, every: CandidateColumns, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-    """Return which of some columns are predicted first, and for each the nearest of these before and after it.
-
-    In a run of columns, more replicas never take more memory. Its columns differ in their number alone. A single
-    replica, which shards nothing, is a run of its own, and where ranks have several chunks, as many microbatches go
-    through a chunk at once. A run's first and last are predicted first, and some at equal distances between them.
+    In a run of a variant's configurations, more replicas never take more memory. They differ in their number alone. A
+    single replica, which shards nothing, is a run of its own. All of a run or none sum gradients over microbatches, and
+    where ranks have several chunks, as many microbatches go through a chunk at once. A run's first and last are
+    predicted first, and some at equal distances between them.
     """
-    count = len(index)
-    at, tp, pp, dp = np.arange(count), every.tp[index], every.pp[index], every.dp[index]
+    count, columns = len(index), alike.columns
+    variant, column = np.divmod(index, len(columns))
+    at, tp, pp, dp = np.arange(count), columns.tp[column], columns.pp[column], columns.dp[column]
     starts = np.ones(count, dtype=bool)
-    starts[1:] = (np.diff(tp) != 0) | (np.diff(pp) != 0) | (dp[:-1] == 1)
-    if variant.chunks > 1:
-        num_microbatches = variant.num_microbatches(dp)
+    starts[1:] = (np.diff(variant) != 0) | (np.diff(tp) != 0) | (np.diff(pp) != 0) | (dp[:-1] == 1)
+    num_microbatches = alike.num_microbatches.reshape(-1)[index]
+    starts[1:] |= np.diff(num_microbatches > 1)
+    if alike.variants[0].chunks > 1:
         at_once = np.where(num_microbatches >= pp, largest_groups(pp, num_microbatches), 0)
         starts[1:] |= np.diff(at_once) != 0
     ends = np.append(starts[1:], True)[:count]
@@ -121,6 +155,7 @@ def search_settings(
     shapes: Mapping[int, Shapes],
     memory_nbytes: int,
     reductions: Sequence[ReductionName],
+    peaks_of: PeaksOf,
     memo: PeakMemo | None = None,
 ) -> Enumeration:
     """Return what fits in so much memory, in the order of the variants.
@@ -133,13 +168,11 @@ def search_settings(
     The first variant, as configured, loses none. Offloading is tried last, where nothing else fits at all: whether
     hosts have the memory is not known.
     """
-    search = _Search(variants, shapes, memory_nbytes, reductions, memo if memo is not None else PeakMemo())
-    for variant in sorted((each for each in variants if each.word != "offload"), key=_order):
-        search.add(variant)
+    memo = memo if memo is not None else PeakMemo()
+    search = _Search(variants, shapes, memory_nbytes, reductions, peaks_of, memo)
+    search.add([each for each in variants if each.word != "offload"])
     fits = bool(search.found)
-    for variant in variants:
-        if variant.word == "offload" and (not fits or variant is variants[0]):
-            search.add(variant)
+    search.add([each for each in variants if each.word == "offload" and (not fits or each is variants[0])])
     found = tuple(search.found[variant.settings] for variant in variants if variant.settings in search.found)
     for chunks, (_, left_out) in shapes.items():
         for reason, count in left_out.items():
@@ -156,69 +189,97 @@ class _Search:
         shapes: Mapping[int, Shapes],
         memory_nbytes: int,
         reductions: Sequence[ReductionName],
+        peaks_of: PeaksOf,
         memo: PeakMemo,
     ) -> None:
         self._variants, self._shapes = variants, shapes
-        self._memory_nbytes, self._reductions, self._memo = memory_nbytes, reductions, memo
+        self._memory_nbytes, self._reductions, self._peaks_of, self._memo = memory_nbytes, reductions, peaks_of, memo
         self._by_size: dict[tuple[int, str | None, str | None], dict[int, Variant]] = {}
         for each in variants:
             alike = self._by_size.setdefault((each.chunks, each.word, each.sharding), {})
             alike[each.microbatch_tokens] = each
         self._least_slowness: dict[tuple[object, ...], IntArray] = {}
+        self._num_microbatches: dict[tuple[int, int], IntArray] = {}
+        self._num_shards: dict[tuple[int, str | None], IntArray] = {}
         self.found: dict[BackboneSettings | None, CandidateColumns] = {}
         self.pruned: Counter[PruneReason] = Counter()
         self.least_peak: int | None = None
 
-    def add(self, variant: Variant) -> None:
-        """Add what fits of one variant and is not beaten by what is there."""
-        columns = replace(self._shapes[variant.chunks][0], settings=variant.settings)
-        shards = variant.num_shards(columns)
-        kept = shards > 0
-        self.pruned[PruneReason.SHARDS] += int(len(kept) - kept.sum())
-        if variant is not self._variants[0]:
-            worth = kept & ~self._is_beaten(variant, columns, shards)
-            self.pruned[PruneReason.SLOWER] += int(kept.sum() - worth.sum())
-            kept = worth
-        left, each = np.flatnonzero(kept), np.zeros(len(columns), dtype=bool)
-        fits = np.zeros(len(columns), dtype=bool)
-        slowness = self._slowness_of(variant, columns)
+    def add(self, variants: Sequence[Variant]) -> None:
+        """Add what fits of some variants and is not beaten; what recomputes less comes first, to beat the others."""
+        groups: dict[tuple[int, str, int], list[Variant]] = {}
+        for each in variants:
+            groups.setdefault((SLOWNESS[each.word], str(each.word), each.chunks), []).append(each)
+        for (_, _, chunks), group in sorted(groups.items()):
+            together = max(1, _MOST_TOGETHER // max(1, len(self._shapes[chunks][0])))
+            for start in range(0, len(group), together):
+                self._add(self._alike(group[start : start + together]))
+
+    def _alike(self, variants: Sequence[Variant]) -> Alike:
+        columns = self._shapes[variants[0].chunks][0]
+        counts = np.stack([self._microbatches_of(each) for each in variants])
+        shards = np.stack([self._shards_of(each) for each in variants])
+        return Alike(tuple(variants), columns, counts, shards)
+
+    def _add(self, alike: Alike) -> None:
+        kept = alike.num_shards > 0
+        self.pruned[PruneReason.SHARDS] += int(kept.size - kept.sum())
+        left = kept & ~self._is_beaten(alike)
+        self.pruned[PruneReason.SLOWER] += int(kept.sum() - left.sum())
+        each, fits = np.zeros_like(left), np.zeros_like(left)
         for reduction in self._reductions:
             if reduction == "microbatch":
-                each[left] = columns.dp[left] > 1
-            reducing = columns.dp > 1 if reduction == "microbatch" else np.zeros(len(columns), dtype=bool)
-            every = replace(columns, reduces_each=reducing)
-            within, least = self._memo.fits(variant, reduction, every, left, self._memory_nbytes)
-            fits[left[within]] = True
+                each |= left & (alike.columns.dp > 1)
+            within, least = self._memo.fits(alike, reduction, left, self._memory_nbytes, self._peaks_of)
+            fits |= within
             if reduction == self._reductions[0]:
-                slowness[left[within]] = np.minimum(slowness[left[within]], SLOWNESS[variant.word])
+                for variant, of_variant in zip(alike.variants, within, strict=True):
+                    slowness = self._slowness_of(variant)
+                    slowness[of_variant] = np.minimum(slowness[of_variant], SLOWNESS[variant.word])
             if least is not None:
                 self.least_peak = least if self.least_peak is None else min(self.least_peak, least)
-            left = left[~within]
-        self.pruned[PruneReason.MEMORY] += len(left)
-        if fits.any():
-            self.found[variant.settings] = replace(columns, reduces_each=each)[fits]
+            left = left & ~within
+        self.pruned[PruneReason.MEMORY] += int(left.sum())
+        for variant, of_variant, reduces_each in zip(alike.variants, fits, each, strict=True):
+            if of_variant.any():
+                columns = replace(alike.columns, reduces_each=reduces_each, settings=variant.settings)
+                self.found[variant.settings] = columns[of_variant]
 
-    def _slowness_of(self, variant: Variant, columns: CandidateColumns) -> IntArray:
+    def _slowness_of(self, variant: Variant) -> IntArray:
         """The least of ``SLOWNESS`` that fits so far, with all else as in the variant, ``[C]``."""
         key = variant.microbatch_tokens, variant.chunks, variant.sharding
-        return self._least_slowness.setdefault(key, np.full(len(columns), len(SLOWNESS)))
+        if key not in self._least_slowness:
+            self._least_slowness[key] = np.full(len(self._shapes[variant.chunks][0]), len(SLOWNESS))
+        return self._least_slowness[key]
 
-    def _is_beaten(self, variant: Variant, columns: CandidateColumns, shards: IntArray) -> BoolArray:
-        beaten: BoolArray = self._slowness_of(variant, columns) < SLOWNESS[variant.word]
+    def _microbatches_of(self, variant: Variant) -> IntArray:
+        key = variant.chunks, variant.microbatch_tokens
+        if key not in self._num_microbatches:
+            self._num_microbatches[key] = variant.num_microbatches(self._shapes[variant.chunks][0].dp)
+        return self._num_microbatches[key]
+
+    def _shards_of(self, variant: Variant) -> IntArray:
+        key = variant.chunks, variant.sharding
+        if key not in self._num_shards:
+            self._num_shards[key] = variant.num_shards(self._shapes[variant.chunks][0])
+        return self._num_shards[key]
+
+    def _is_beaten(self, alike: Alike) -> BoolArray:
+        return np.stack([self._is_variant_beaten(each) for each in alike.variants])
+
+    def _is_variant_beaten(self, variant: Variant) -> BoolArray:
+        slowness = self._slowness_of(variant)
+        if variant is self._variants[0]:
+            return np.zeros(len(slowness), dtype=bool)
+        beaten: BoolArray = slowness < SLOWNESS[variant.word]
         if variant.sharding == "hybrid" and variant.microbatch_tokens in self._sizes(variant, "full"):
-            beaten |= shards == columns.dp
+            beaten |= self._shards_of(variant) == self._shapes[variant.chunks][0].dp
         sizes = self._sizes(variant, variant.sharding)
         smaller = [tokens for tokens in sizes if tokens < variant.microbatch_tokens]
         if smaller:
-            nearest = sizes[max(smaller)]
-            beaten |= nearest.num_microbatches(columns.dp) == variant.num_microbatches(columns.dp)
+            beaten |= self._microbatches_of(sizes[max(smaller)]) == self._microbatches_of(variant)
         return beaten
 
     def _sizes(self, variant: Variant, sharding: str | None) -> Mapping[int, Variant]:
         """Variants that differ by the size of microbatches alone, with this sharding, by that size."""
         return self._by_size.get((variant.chunks, variant.word, sharding), {})
-
-
-def _order(variant: Variant) -> int:
-    """What recomputes less comes first, so that it can beat the others."""
-    return SLOWNESS[variant.word]

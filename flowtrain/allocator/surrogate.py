@@ -49,8 +49,6 @@ class StepTime:
     """Clipping and update."""
     num_microbatches: IntArray
     """Microbatches of a DP replica (a count, not seconds)."""
-    mean_computing: FloatArray
-    """As ``computing``, but of a mean stage; no part of ``total``."""
 
     @property
     def total(self) -> FloatArray:
@@ -164,7 +162,6 @@ class Surrogate:
             reducing=self.traffic.reducing_s(columns, stage, num_microbatches, held),
             optimizer=self.optimizer_s(columns, held),
             num_microbatches=num_microbatches.astype(np.int64),
-            mean_computing=num_microbatches * mean,
         )
 
     def slot_times(

@@ -83,11 +83,8 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
 
 def _between_ranks(steps: StepCosts) -> Iterator[tuple[str, str]]:
     if steps.messages_s:
-        yield (
-            "ranks of a replica",
-            f"{1e3 * steps.messages_s:.3g} ms each to tell each other of a microbatch; {1e3 * steps.launch_s:.3g} at "
-            "each end of a pipeline's transfer",
-        )
+        launch = f"; {1e3 * steps.launch_s:.3g} ms at each end of a pipeline's transfer" if steps.launch_s else ""
+        yield "ranks of a replica", f"{1e3 * steps.messages_s:.3g} ms each to tell each other of a microbatch{launch}"
 
 
 def _together(profile: Profile) -> Iterator[tuple[str, str]]:

@@ -90,6 +90,8 @@ class Pairs:
 
     measured: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
     predicted: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
+    num_spans: Counter[str] = field(default_factory=Counter)
+    """Spans that these are of."""
     joined: list[tuple[JoinedPass, ...]] = field(default_factory=list)
     """Passes of the ranks that meet in their collectives."""
     devices: list[DeviceTotal] = field(default_factory=list)
@@ -97,11 +99,12 @@ class Pairs:
     host_s: list[float] = field(default_factory=list)
     """Of each step: seconds that are neither its ranks' work nor waits for data."""
 
-    def add(self, kind: str, measured: float, predicted: float) -> None:
-        """Add a pair; a prediction of nothing says nothing."""
+    def add(self, kind: str, measured: float, predicted: float, num_spans: int = 1) -> None:
+        """Add a pair of so many spans; a prediction of nothing says nothing."""
         if predicted > 0.0:
             self.measured[kind].append(measured)
             self.predicted[kind].append(predicted)
+            self.num_spans[kind] += num_spans
 
     def calibration(self, run: str, encoders: Sequence[str]) -> Calibration:
         """Return the factors."""
@@ -117,7 +120,7 @@ class Pairs:
                 collectives = robust_remainder(took, [backbone * each for each in computing], joined)
             else:  # every pass has collectives, so both get one factor
                 backbone = collectives = factor(took, [sum(each) for each in zip(computing, joined, strict=True)])
-        counted = sum(len(self.measured[kind]) for kind in factors)
+        counted = sum(self.num_spans[kind] for kind in factors)
         num_steps = sum(total.num_steps for total in self.devices)
         counted += num_steps if num_steps >= FEWEST else 0
         return Calibration(
@@ -131,7 +134,7 @@ class Pairs:
         )
 
     def _known(self) -> list[str]:
-        return [kind for kind, found in self.measured.items() if len(found) >= FEWEST]
+        return [kind for kind, count in self.num_spans.items() if count >= FEWEST]
 
 
 class Fit:
@@ -287,6 +290,7 @@ class Fit:
                 shared.add(found, float(computing.sum()), of_encoder=of_encoder)
                 shared.add((), float(collectives.sum()), of_encoder=False)
                 continue
+            took, known = [], []
             for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
                 measured = step.seconds_of([span])
                 if stage.module is StageModule.ENCODER:
@@ -297,7 +301,11 @@ class Fit:
                     meets_first = self._gathers_once and not is_backward
                     meetings[key].append(JoinedPass(span.start_s / step.scale, measured, alone, joined, meets_first))
                 else:
-                    pairs.add(BACKBONE, measured, alone)
+                    took.append(measured)
+                    known.append(alone)
+            # Together: forwards, backwards, and a step's first and last passes differ in how far predictions are off,
+            # and which of them are the fewest would pass for outliers.
+            pairs.add(BACKBONE, sum(took), sum(known), len(took))
 
     def _update_s(self, span: Span) -> float:
         _, rank, _ = _coordinates(span.actor)

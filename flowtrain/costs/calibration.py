@@ -72,12 +72,10 @@ def _no_outliers(values: FloatArray) -> NDArray[np.bool_]:
 
 
 def factor(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return measured over predicted; 1 for fewer than ``FEWEST`` values.
+    """Return measured over predicted.
 
     A ratio of sums counts long spans more, as a step does; only values whose own ratio is no outlier are in it.
     """
-    if len(measured) < FEWEST:
-        return 1.0
     times, guesses = np.asarray(measured), np.asarray(predicted)
     kept = _no_outliers(times / guesses)
     return float(times[kept].sum() / guesses[kept].sum())

@@ -154,10 +154,12 @@ def _backbone_memory(
         connector,
         RankColumns.of(chunks, setup, spec),
         setup,
-        microbatch,
+        (microbatch,),
+        size=np.zeros(1, dtype=np.int64),
         dp=np.array([setup.dp]),
         tp=np.array([setup.tp]),
         num_shards=np.array([setup.num_shards]),
+        shards_parameters=np.array([setup.sharding != "gradients"]),
         accumulates=np.array([setup.accumulates]),
         reduces_each=np.array([setup.gradient_reduction == "microbatch"]),
     )
@@ -169,11 +171,11 @@ def rank_peaks(
     connector: ConnectorSpec,
     ranks: RankColumns,
     setup: TrainingSetup,
-    microbatch: MicrobatchSize,
+    microbatches: Sequence[MicrobatchSize],
     **scales: NDArray[Any],
 ) -> IntArray:
     """Return the device bytes of backbone ranks at the worst of ``MOMENTS``, ``[N]``; arguments as ``rank_nbytes``."""
-    found = rank_nbytes(spec, connector, ranks, setup, microbatch, **scales)
+    found = rank_nbytes(spec, connector, ranks, setup, microbatches, **scales)
     each = [reduce(add, (found[name] for name in names if name in found)) for names in MOMENTS.values()]
     return reduce(np.maximum, each)
 

@@ -52,7 +52,7 @@ class LossCosts:
     targets: tuple[_Amount, ...]
     """Their number in the microbatches that the head's table has times of."""
     further_s: _Amount | None = None
-    """Seconds for each of those beyond; None: as many."""
+    """Seconds for each of those beyond; None: as long as for each of the few."""
 
     def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, targets: FloatArray) -> FloatArray:
         """As ``AttentionCosts.beyond_s``. targets: tokens with loss of each microbatch."""

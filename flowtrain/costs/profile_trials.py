@@ -90,7 +90,8 @@ def correction(trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool =
 
     Plans of the same work (``TriedPlan.works_as``) whose rates are ``CLOSE`` share their trials: what the barrier of
     ``disaggregated`` costs is mostly less than rates vary, so each one's own trial would choose between it and
-    ``decoupled`` by luck. A plan whose own trial failed gets 0.
+    ``decoupled`` by luck. Where predictions of both are apart, neither gets more than the faster of them ran, nor less
+    than the slower did. A plan whose own trial failed gets 0.
 
     Plans of a shape that was never tried get a factor of those with the same pipeline and tensor parallelism in other
     modes, or of all trials. may_be_tried: the highest, so that an untried plan is not passed over because the model
@@ -100,9 +101,12 @@ def correction(trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool =
         return 0.0
     ran = [each for each in trials if each.measured > 0]
     if own := [each for each in ran if each.plan.works_as(plan)]:
-        if min(each.measured for each in own) < CLOSE * max(each.measured for each in own):  # no luck
-            own = [each for each in own if each.plan == plan] or own
-        return fmean(each.factor for each in own)
+        mine = [each for each in own if each.plan == plan]
+        slowest, fastest = min(each.measured for each in own), max(each.measured for each in own)
+        if slowest < CLOSE * fastest:  # no luck
+            return fmean(each.factor for each in mine or own)
+        factor = fmean(each.factor for each in own)
+        return min(max(factor, slowest / mine[0].predicted), fastest / mine[0].predicted) if mine else factor
     alike = [each.factor for each in ran if each.plan.shape == plan.shape]
     if alike:
         return fmean(alike)

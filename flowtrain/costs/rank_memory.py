@@ -88,19 +88,22 @@ def rank_nbytes(
     connector: ConnectorSpec,
     ranks: RankColumns,
     setup: TrainingSetup,
-    microbatch: MicrobatchSize,
+    microbatches: Sequence[MicrobatchSize],
     *,
+    size: IntArray,
     dp: IntArray,
     tp: IntArray,
     num_shards: IntArray,
+    shards_parameters: BoolArray,
     accumulates: BoolArray,
     reduces_each: BoolArray,
 ) -> dict[str, IntArray]:
     """Return the bytes of ranks by the names of ``costs.memory.StepMemory``, each ``[N]``.
 
-    setup: its own dp, tp, shards, ``accumulates`` and ``gradient_reduction`` do not count, those of the arrays do.
+    setup: its own dp, tp, sharding, ``accumulates`` and ``gradient_reduction`` do not count, those of the arrays do.
+    size: which of the microbatches is a rank's largest. shards_parameters: whether several replicas share them.
     """
-    dtype, tokens, of_tp = setup.dtype_nbytes, microbatch.num_tokens, _ByTp.of(setup, tp)
+    dtype, of_each = setup.dtype_nbytes, _BySize.of(setup, tp, microbatches, size)
     per_layer = layer_parameters(spec, tp)
     outer = _outer_parameters(spec, connector, ranks, tp)
     trained_outer = _trained_outer(spec, connector, ranks, tp)
@@ -109,7 +112,7 @@ def rank_nbytes(
     shard, trained_shard = -(-whole // num_shards), -(-trained // num_shards)
     # In each chunk, FSDP gathers the next layer while one computes, and keeps the root's own parameters gathered. A
     # single replica keeps all parameters.
-    shards_parameters = (dp > 1) & (setup.sharding != "gradients")
+    shards_parameters = shards_parameters & (dp > 1)
     num_gathered = np.where(shards_parameters, np.minimum(ranks.num_layers, 2 * ranks.num_chunks), ranks.num_layers)
     last_reduced = np.where(trained_outer > 0, trained_outer, np.where(ranks.trained_layers > 0, per_layer, 0))
     gathered = dtype * (num_gathered * per_layer + outer)
@@ -118,8 +121,8 @@ def rank_nbytes(
     head = np.where(ranks.has_last, table if trains_head(spec) else 0, 0)
     sums_whole = accumulates & ~reduces_each
     words = {**ranks.kept_layers, **ranks.first_layers}
-    kept = {word: of_tp(partial(_kept_nbytes, spec, tokens, word)) for word in words}
-    empty = {ends: of_tp(partial(_empty_nbytes, spec, connector, microbatch, ends)) for ends in _ENDS}
+    kept = {word: of_each(partial(_kept_nbytes, spec, word)) for word in words}
+    empty = {ends: of_each(partial(_empty_nbytes, spec, connector, ends)) for ends in _ENDS}
     activations = sum(count * kept[word] for word, count in ranks.kept_layers.items())
     for ends, count in ranks.kept_chunks.items():
         activations = activations + count * empty[ends]
@@ -127,13 +130,13 @@ def rank_nbytes(
     host = np.zeros_like(whole)
     if "offload" in ranks.kept_layers:
         # The layer called last stays on the device; in the backward its place is that of the layer before.
-        layer = of_tp(lambda setup: layer_activation_nbytes(spec, setup, tokens))
+        layer = of_each(lambda setup, microbatch: layer_activation_nbytes(spec, setup, microbatch.num_tokens))
         activations = activations + np.where(ranks.kept_layers["offload"] > 0, layer, 0)
         host = ranks.kept_layers["offload"] * layer
     working = np.where(
         sums_whole,
-        _working_nbytes(spec, ranks, of_tp, "step", tokens),
-        _working_nbytes(spec, ranks, of_tp, "microbatch", tokens),
+        _working_nbytes(spec, ranks, of_each, "step"),
+        _working_nbytes(spec, ranks, of_each, "microbatch"),
     )
     return {
         "parameters": FLOAT32_NBYTES * shard,
@@ -143,7 +146,7 @@ def rank_nbytes(
         "gathered": gathered,
         "activations": np.asarray(activations),
         "working": working + head,
-        "loss": np.where(ranks.has_last, of_tp(lambda setup: loss_nbytes(spec, setup, microbatch)), 0),
+        "loss": np.where(ranks.has_last, of_each(partial(loss_nbytes, spec)), 0),
         "reduced": reduction_nbytes(
             dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each, _last_gradient(spec, ranks, table)
         ),
@@ -155,31 +158,33 @@ def rank_nbytes(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ByTp:
-    """What differs by the tensor parallel degree, computed once for each."""
+class _BySize:
+    """What differs by the tensor parallel degree and the microbatch, computed once for each pair."""
 
-    setups: tuple[TrainingSetup, ...]
-    """One for each degree."""
+    pairs: tuple[tuple[TrainingSetup, MicrobatchSize], ...]
     which: IntArray
     """Of them, by rank, ``[N]``."""
 
     @classmethod
-    def of(cls, setup: TrainingSetup, tp: IntArray) -> _ByTp:
-        """Return the setups of some ranks' degrees."""
-        degrees = np.flatnonzero(np.bincount(tp))
-        return cls(tuple(replace(setup, tp=each) for each in degrees.tolist()), np.searchsorted(degrees, tp))
+    def of(cls, setup: TrainingSetup, tp: IntArray, microbatches: Sequence[MicrobatchSize], size: IntArray) -> _BySize:
+        """Return the pairs of some ranks; arguments as in ``rank_nbytes``."""
+        number, count = tp * len(microbatches) + size, len(microbatches)
+        found = np.flatnonzero(np.bincount(number))
+        setups = {each: replace(setup, tp=each) for each in dict.fromkeys((found // count).tolist())}
+        pairs = tuple((setups[each // count], microbatches[each % count]) for each in found.tolist())
+        return cls(pairs, np.searchsorted(found, number))
 
-    def __call__(self, nbytes: Callable[[TrainingSetup], int]) -> IntArray:
-        """Return the bytes that a setup gives, by rank, ``[N]``."""
-        return np.array([nbytes(setup) for setup in self.setups], dtype=np.int64)[self.which]
+    def __call__(self, nbytes: Callable[[TrainingSetup, MicrobatchSize], int]) -> IntArray:
+        """Return the bytes that a pair gives, by rank, ``[N]``."""
+        return np.array([nbytes(*each) for each in self.pairs], dtype=np.int64)[self.which]
 
 
-def _kept_nbytes(spec: TransformerSpec, num_tokens: int, word: str, setup: TrainingSetup) -> int:
-    return kept_nbytes(spec, setup, num_tokens, word)
+def _kept_nbytes(spec: TransformerSpec, word: str, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
+    return kept_nbytes(spec, setup, microbatch.num_tokens, word)
 
 
 def _empty_nbytes(
-    spec: TransformerSpec, connector: ConnectorSpec, microbatch: MicrobatchSize, ends: Ends, setup: TrainingSetup
+    spec: TransformerSpec, connector: ConnectorSpec, ends: Ends, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> int:
     """Activations of a chunk without layers."""
     return chunk_activation_nbytes(spec, connector, Chunk(0, *ends), setup, microbatch)
@@ -261,20 +266,18 @@ def trains_embedding(spec: TransformerSpec) -> bool:
     return spec.trained is None or spec.trained.embedding > 0
 
 
-def _working_nbytes(
-    spec: TransformerSpec, ranks: RankColumns, of_tp: _ByTp, reduction: ReductionName, num_tokens: int
-) -> IntArray:
+def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, of_each: _BySize, reduction: ReductionName) -> IntArray:
     """The most that the backward of decoder layers holds in addition to all activations, ``[N]``."""
     each = [
         [
             _example_working_nbytes(
-                spec, chunks, replace(setup, accumulates=True, gradient_reduction=reduction), num_tokens
+                spec, chunks, replace(setup, accumulates=True, gradient_reduction=reduction), microbatch.num_tokens
             )
             for chunks in ranks.examples
         ]
-        for setup in of_tp.setups
+        for setup, microbatch in of_each.pairs
     ]
-    return np.array(each, dtype=np.int64)[of_tp.which, ranks.example]
+    return np.array(each, dtype=np.int64)[of_each.which, ranks.example]
 
 
 @lru_cache(maxsize=4096)

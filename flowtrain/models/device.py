@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""The variable by which torch asks for huge pages where a CPU's tensor is large; it reads it at its first tensor."""
 
 
 def default_device(choice: str) -> torch.device:
@@ -12,6 +17,18 @@ def default_device(choice: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return accelerator
+
+
+def opened_device(choice: str) -> torch.device:
+    """As ``default_device``, for a process that computes there; call it before the first tensor is made.
+
+    A CPU's large tensors then have huge pages, unless the user's environment decides it: one as large as a table of
+    embeddings takes as long to get as to fill otherwise.
+    """
+    device = default_device(choice)
+    if device.type == "cpu":
+        os.environ.setdefault(_HUGE_PAGES, "1")
+    return device
 
 
 def device_name(device: torch.device) -> str:

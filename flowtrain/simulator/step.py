@@ -130,7 +130,8 @@ class StepSimulator:
     def launches_s(self, program: Program) -> FloatArray:
         """Return what ranks take to start their transfers and to wait for them, with the next computation, ``[C]``.
 
-        What comes after a rank's last computation counts with that.
+        What comes after a rank's last computation counts with that. A rank that runs takes this time before the
+        transfer begins, so there a pipeline fills and drains later by as much; its steady state is the same.
         """
         ends = np.flatnonzero((program.op == Op.ISEND) | (program.op == Op.IRECV))
         if not self.times.launch_s or not len(ends):

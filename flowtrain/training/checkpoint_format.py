@@ -62,7 +62,7 @@ class TensorReader(dcp.FileSystemReader):
         """The checkpoint's index; raises CheckpointError if it cannot be read."""
         try:
             return self.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+        except (OSError, EOFError, pickle.UnpicklingError, *_MALFORMED) as error:
             raise CheckpointError(f"checkpoint {self.path} has no readable index: {error}") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -73,6 +73,10 @@ class TensorReader(dcp.FileSystemReader):
         self._index.storage_meta = self._index.storage_meta or StorageMeta()
         self._index.storage_meta.load_id = self.load_id
         return self._index
+
+
+_MALFORMED = (AttributeError, TypeError, ValueError, LookupError)
+"""What pickle raises, beside its own error, at an index that no program wrote."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -88,7 +92,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _member(kind: object, name: str) -> Enum:
     """Return a member of an enumeration, which Python up to 3.11.3 pickles as its class's attribute."""
-    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"an attribute ({name}) of {kind!r} has no place in a checkpoint's index")
 

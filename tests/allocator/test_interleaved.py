@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.candidates import Candidate, PruneReason
+from flowtrain.allocator.candidates import Candidate, CandidateColumns, PruneReason
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.request import enumerate_module
 from flowtrain.allocator.slices import Slices
@@ -45,7 +45,10 @@ def test_chunks_divide_the_fill_and_multiply_the_transfers() -> None:
     assert interleaved.transfers == pytest.approx(2 * plain.transfers)
     slots = {1: plain, 2: interleaved}
     for chunks, step in slots.items():
-        others = (4 * step.mean_computing - step.computing) / 3 + step.transfers + step.gathering
+        asked, count = request(cluster(h200=64)), step.num_microbatches
+        tokens = asked.workload.fullest_tokens(np.array([4])) / count
+        mean = count * surrogate(chunks).mean_stage_s(CandidateColumns.of(candidate), tokens)
+        others = (4 * mean - step.computing) / 3 + step.transfers + step.gathering
         assert step.fill == pytest.approx(3 / chunks / step.num_microbatches * others)
 
 

@@ -47,7 +47,6 @@ def test_peaks_of_columns_are_those_of_each_configuration(data: st.DataObject) -
     chunks = data.draw(st.sampled_from([1, 2, 3]))
     setup = TrainingSetup(
         dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
-        sharding=data.draw(st.sampled_from(["full", "gradients", "hybrid"])),
         activation_checkpointing=data.draw(WORDS | LISTS.map(tuple)),
         checkpoint_every=data.draw(st.integers(2, 4)),
         sequence_parallel=data.draw(st.booleans()),
@@ -55,9 +54,12 @@ def test_peaks_of_columns_are_those_of_each_configuration(data: st.DataObject) -
     tied = data.draw(st.booleans())
     trained = data.draw(st.none() | PARTS)
     model = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=LAYERS, tied_embeddings=tied, trained=trained))
-    sizes = workload(
-        global_batch_size=data.draw(st.integers(1, 300)), microbatch_tokens=data.draw(st.integers(2048, 20000))
-    )
+    batch = data.draw(st.integers(1, 300))
+    tokens, shardings = st.integers(2048, 20000), st.sampled_from(["full", "gradients", "hybrid"])
+    variants = [
+        (workload(global_batch_size=batch, microbatch_tokens=size), replace(setup, sharding=sharding))
+        for size, sharding in data.draw(st.lists(st.tuples(tokens, shardings), min_size=1, max_size=4))
+    ]
     degrees = data.draw(
         st.lists(
             st.tuples(st.integers(1, 40), st.integers(1, LAYERS // chunks), st.sampled_from([1, 2, 4])),
@@ -67,12 +69,20 @@ def test_peaks_of_columns_are_those_of_each_configuration(data: st.DataObject) -
     )
     dp, pp, tp = (np.array(each) for each in zip(*degrees, strict=True))
     each = np.array([data.draw(st.booleans()) for _ in degrees])
-    shards = np.array([data.draw(st.integers(1, size)) if setup.sharding == "hybrid" else size for size in dp.tolist()])
+    variant = np.array([data.draw(st.integers(0, len(variants) - 1)) for _ in degrees])
+    is_hybrid = [variants[index][1].sharding == "hybrid" for index in variant]
+    shards = np.array(
+        [data.draw(st.integers(1, size)) if some else size for size, some in zip(dp.tolist(), is_hybrid, strict=True)]
+    )
+    counts = np.array(
+        [variants[at][0].num_microbatches(dp[index : index + 1])[0] for index, at in enumerate(variant.tolist())]
+    )
     columns = CandidateColumns("backbone", "h200", dp, pp, tp, each)
     slices = Slices(chunks)
-    found = backbone_peaks(model, sizes, setup, slices, columns, shards)
+    found = backbone_peaks(model, variants, slices, columns, variant, shards, counts)
     for index, (one_dp, one_pp, one_tp) in enumerate(degrees):
+        sizes, own = variants[variant[index]]
         reduction = "microbatch" if each[index] else "step"
-        alone = replace(setup, shard_size=int(shards[index]), gradient_reduction=reduction)
+        alone = replace(own, shard_size=int(shards[index]), gradient_reduction=reduction)
         memory = backbone_memory(model, sizes, alone, Degrees(one_dp, one_pp, one_tp), slices)
         assert found[index] == memory.peak

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.slices import Slices
-from flowtrain.allocator.surrogate import Surrogate
+from flowtrain.allocator.surrogate import Surrogate, calls_s
 from flowtrain.allocator.whole import whole_candidates
 from flowtrain.costs.cluster import Cluster, Links, data_sheet_device_type
 from flowtrain.costs.roofline import Roofline
@@ -150,6 +151,20 @@ def test_memory_is_that_of_a_run() -> None:
     assert all(each.frozen and each.encoding for each in peaks.values())
     assert peaks["own"].frozen < peaks["first"].frozen
     assert peaks["first"].peak <= asked.backbone_memory(candidate).peak + monolithic.added_nbytes(asked)
+
+
+@pytest.mark.parametrize("freeze", [("encoders",), ()])
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_stages_of_an_encoder_of_their_own_take_more_transfers(pp: int, chunks: int, freeze: tuple[str, ...]) -> None:
+    """Each rank starts and waits for as many transfers of a microbatch as its action list has, none with less."""
+    asked, _ = world(chunks, freeze=freeze)
+    times = Mock(microbatch_s=lambda size: np.zeros(len(size)), launch_s=1.0)
+    for place in monolithic.places(asked, pp):
+        partition, one = monolithic.monolithic_partition(asked, pp, place), columns(1, pp)
+        schedule = one_f_one_b(partition, 4 * pp)
+        ends = [sum(action.kind.is_launch for action in actions) for actions in schedule]
+        seconds = calls_s(times, one, chunks) + monolithic.own_calls_s(asked, times, one, place)
+        assert seconds[0] == max(ends) / (4 * pp), place
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.allocator import settings_search
 from flowtrain.allocator.allocate import allocate
-from flowtrain.allocator.candidates import BoolArray, Candidate, CandidateColumns, PruneReason
+from flowtrain.allocator.candidates import BoolArray, Candidate, PruneReason
 from flowtrain.allocator.choices import backbone_choices
 from flowtrain.allocator.program.flow import Choice, levels
 from flowtrain.allocator.request import Request, enumerate_all, enumerate_module, flow_problem, fronts_of, memos_of
@@ -22,6 +22,7 @@ from flowtrain.allocator.run_memory import memory_of_run
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import IntArray
+from flowtrain.costs.model_spec import TrainedBackbone
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
@@ -215,22 +216,34 @@ def test_the_program_finds_what_trying_all_finds(choices: tuple[BackboneSettings
     assert allocate(of, roofline_surrogate).rate == pytest.approx(best, rel=1e-6)
 
 
+NORMS_ALONE = TrainedBackbone(
+    (2 * SMALL.backbone.hidden_size,) * 6, (0,) * 6, 0, SMALL.backbone.hidden_size, 0, reaches_layers=True
+)
+"""The sums of all gradients are smaller than what one layer's take on their way."""
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     choices=CHOICES,
-    gibibytes=st.lists(st.sampled_from([3, 6, 12, 24, 40]), min_size=1, max_size=3),
+    gibibytes=st.lists(st.floats(3.0, 40.0), min_size=1, max_size=3),
     chooses=st.booleans(),
+    trained=st.sampled_from([None, NORMS_ALONE]),
+)
+@example(
+    choices=(BackboneSettings(16384, "full", 1, "full"),), gibibytes=[2.75, 5.0], chooses=False, trained=NORMS_ALONE
 )
 def test_predicting_the_memory_of_some_finds_what_predicting_all_finds(
-    choices: tuple[BackboneSettings, ...], gibibytes: list[int], chooses: bool
+    choices: tuple[BackboneSettings, ...], gibibytes: list[float], chooses: bool, trained: TrainedBackbone | None
 ) -> None:
     of = replace(asked(choices, devices=96, batch=200), chooses_reduction=chooses)
+    of = replace(of, model=replace(of.model, backbone=replace(of.model.backbone, trained=trained)))
     device = of.cluster["h200"]
     memos = memos_of(of)
     for room in gibibytes:  # a later search knows the peaks of the earlier ones
-        some = enumerate_module(of, BACKBONE, device, room << 30, memos)
+        nbytes = int(room * 2**30)
+        some = enumerate_module(of, BACKBONE, device, nbytes, memos)
         with patch.object(settings_search, "_pivots", all_of_them):
-            every = enumerate_module(of, BACKBONE, device, room << 30)
+            every = enumerate_module(of, BACKBONE, device, nbytes)
         assert some.pruned == every.pruned and some.least_peak_nbytes == every.least_peak_nbytes
         assert len(some.every) == len(every.every)
         for one, other in zip(some.every, every.every, strict=True):
@@ -239,9 +252,7 @@ def test_predicting_the_memory_of_some_finds_what_predicting_all_finds(
                 assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-def all_of_them(
-    variant: settings_search.Variant, every: CandidateColumns, index: IntArray
-) -> tuple[BoolArray, IntArray, IntArray]:
+def all_of_them(alike: settings_search.Alike, index: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
     at = np.arange(len(index))
     return np.ones(len(index), dtype=bool), at, at
 

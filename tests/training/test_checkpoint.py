@@ -105,8 +105,8 @@ class Payload:
 class Attribute:
     """Is an attribute of a class of the index when it is unpickled."""
 
-    def __init__(self, owner: type, name: str) -> None:
-        self._named = owner, name
+    def __init__(self, owner: type, *name: object) -> None:
+        self._named = owner, *name
 
     def __reduce__(self):
         return getattr, self._named
@@ -120,6 +120,7 @@ def test_python_up_to_3_11_3_names_a_member_of_an_enumeration_as_an_attribute(tm
 
 
 FOREIGN = [Payload(), Attribute(_MEM_FORMAT_ENCODING, "mro"), Attribute(TensorStorageMetadata, "__init__")]
+FOREIGN += [Attribute(_MEM_FORMAT_ENCODING), Attribute(_MEM_FORMAT_ENCODING, []), Attribute(TensorStorageMetadata, 1)]
 
 
 @pytest.mark.parametrize("content", [*map(pickle.dumps, FOREIGN), pickle.dumps({"a": 1})[:-3], b"", None])

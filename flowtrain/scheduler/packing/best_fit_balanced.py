@@ -8,7 +8,8 @@ every slot and the step are balanced with any dispatch:
    apart. Its other bins are filled up to that cost, which does not make the step costlier.
 3. The rest is dealt greedily: the costliest sample first, to the cheapest bin that has room. If a sample fits nowhere
    because bins are nearly full, the search starts from best fit's bins, with the costliest halved to fill the slots.
-4. Moves and swaps between the bin that deviates most and another bin even the costs out, until none improves them.
+4. Moves and swaps between the bin that deviates most and others even the costs out, until it finds none that improves
+   them (``even_out``).
 5. If the bins are still uneven, because samples are long or few, the paper's bins are taken if they make the step
    cheaper.
 """

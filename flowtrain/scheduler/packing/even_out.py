@@ -13,7 +13,7 @@ TOLERANCE = 5e-4
 ENOUGH = 0.6
 """An exchange that removes at least this share of the worst squared deviation is made without looking further."""
 MOST_PARTNERS = 256
-"""Bins that a round tries to exchange with, the next ones by number: with many bins, those find what all would."""
+"""Bins that a round tries to exchange with, the next ones by number; to try all gave hardly more even bins."""
 BLOCK = 32
 """Neighbouring bins of which only the outer two are compared with others."""
 MAX_ROUNDS_PER_BIN = 8

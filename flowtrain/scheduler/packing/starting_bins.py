@@ -10,7 +10,7 @@ import numpy as np
 from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
 
-BLOCK = 32
+DEALT_TOGETHER = 32
 """Neighbouring bins that ``deal`` passes over at once if none of them can be the cheapest with room."""
 
 
@@ -53,7 +53,7 @@ def deal(
     """Give each sample, costliest first, to the cheapest bin that has room; False if a sample fits nowhere."""
     tokens = np.zeros(num_bins, dtype=np.int64)
     costs = np.full(num_bins, -np.inf)  # empty bins come first, at any cost of samples
-    num_blocks = -(-(num_bins - first) // BLOCK)
+    num_blocks = -(-(num_bins - first) // DEALT_TOGETHER)
     least_tokens, least_cost = np.zeros(num_blocks, dtype=np.int64), np.full(num_blocks, -np.inf)
     for index in range(len(sizes)):
         if number[index] >= 0:
@@ -62,8 +62,8 @@ def deal(
         for block in range(num_blocks):
             if least_tokens[block] + size > capacity or (best >= 0 and least_cost[block] >= costs[best]):
                 continue
-            start = first + block * BLOCK
-            for candidate in range(start, min(start + BLOCK, num_bins)):
+            start = first + block * DEALT_TOGETHER
+            for candidate in range(start, min(start + DEALT_TOGETHER, num_bins)):
                 if tokens[candidate] + size <= capacity and (best < 0 or costs[candidate] < costs[best]):
                     best = candidate
         if best < 0:
@@ -73,9 +73,9 @@ def deal(
         number[index] = best
         tokens[best] += size
         costs[best] += per_token * size + per_square * size**2
-        block = (best - first) // BLOCK
-        start = first + block * BLOCK
-        end = min(start + BLOCK, num_bins)
+        block = (best - first) // DEALT_TOGETHER
+        start = first + block * DEALT_TOGETHER
+        end = min(start + DEALT_TOGETHER, num_bins)
         least_tokens[block], least_cost[block] = tokens[start:end].min(), costs[start:end].min()
     return True
 

@@ -231,6 +231,7 @@ class _Measured:
             layers={tp: LengthTable(tokens, times.layers_s) for tp, times in self._backbones.items()},
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
+            connector_rows={tp: times.vision_tokens for tp, times in self._backbones.items()},
             attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
             losses={
                 tp: LossCosts(times.target_s, times.targets, times.further_s) for tp, times in self._backbones.items()

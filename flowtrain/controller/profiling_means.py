@@ -45,6 +45,7 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         target_s=mean("target_s"),
         further_s=mean("further_s"),
         targets=times[0].targets,
+        vision_tokens=times[0].vision_tokens,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),
         head_forward_share=mean("head_forward_share"),

@@ -173,6 +173,8 @@ class Profile:
     """Of final norm, head and loss, forward and backward; by tensor parallel degree."""
     connectors: dict[_Size, LengthTable] = field(default_factory=dict)
     """Over the vision tokens of a microbatch of that many tokens; by tensor parallel degree."""
+    connector_rows: dict[_Size, tuple[_Amount, ...]] = field(default_factory=dict)
+    """These vision tokens, by tensor parallel degree; empty: as many as the data has on average."""
     attention: dict[_Size, AttentionCosts] = field(default_factory=dict)
     """The part of ``layers`` that depends on how long sub-sequences are; by tensor parallel degree."""
     losses: dict[_Size, LossCosts] = field(default_factory=dict)

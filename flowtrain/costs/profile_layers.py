@@ -38,7 +38,7 @@ class AttentionCosts:
 
         lengths: packed lengths of the table. squares: sums over each one's sub-sequences.
         """
-        return self.square_s * (squares - _measured(lengths, num_tokens, self.squares))
+        return self.square_s * (squares - measured_amounts(lengths, num_tokens, self.squares))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class LossCosts:
         def seconds(count: FloatArray) -> FloatArray:
             return self.target_s * np.minimum(count, few) + further_s * np.maximum(count - few, 0.0)
 
-        return seconds(targets) - seconds(_measured(lengths, num_tokens, self.targets))
+        return seconds(targets) - seconds(measured_amounts(lengths, num_tokens, self.targets))
 
 
-def _measured(lengths: tuple[int, ...], num_tokens: FloatArray, amounts: tuple[float, ...]) -> FloatArray:
-    """Amounts of measured microbatches, of which ``lengths`` are known, at any numbers of tokens."""
+def measured_amounts(lengths: tuple[int, ...], num_tokens: FloatArray, amounts: tuple[float, ...]) -> FloatArray:
+    """Return the amounts of measured microbatches, of which ``lengths`` are known, at any numbers of tokens."""
     found: FloatArray = np.interp(num_tokens, lengths, amounts)
     # Below the shortest and above the longest, microbatches have more or fewer sequences like the measured ones.
     found *= np.where(num_tokens > lengths[-1], num_tokens / lengths[-1], 1.0)

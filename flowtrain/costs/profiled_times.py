@@ -15,7 +15,7 @@ from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
-from flowtrain.costs.profile_layers import strategies_s
+from flowtrain.costs.profile_layers import measured_amounts, strategies_s
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -110,12 +110,21 @@ class ProfileTimes:
         return MicrobatchSeconds(
             self._layers_s(tokens, works.squares, tp),
             self._heads_s(tokens, works.target_tokens, tp),
-            self.connector_s(tokens, tp),
+            self._connectors_s(tokens, works.vision_tokens, tp),
         )
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
+        return self._connectors_s(num_tokens, self._workload.vision_share * num_tokens, tp)
+
+    def _connectors_s(self, num_tokens: FloatArray, num_rows: FloatArray, tp: int) -> FloatArray:
+        tables = self._profile.connectors
+        seconds, measured = _scaled(tables, num_tokens, tp, _nothing), _nearest(tables, tp)
+        rows = self._profile.connector_rows.get(measured, ())
+        if not any(rows):
+            return seconds
+        of_measured = measured_amounts(tables[measured].num_tokens, num_tokens, rows)
+        return seconds * np.divide(num_rows, of_measured, out=np.zeros_like(seconds), where=of_measured > 0.0)
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``; an actor's batches are as large as ``max_batch_patches`` allows."""

@@ -119,6 +119,7 @@ class BackboneProfiler:
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
+        vision = [[sum(each.num_vision_tokens for each in mix) for mix in by_length] for by_length in mixes]
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
         target_s, further_s = self._targets_s(self._configured(mixes[0]))
@@ -135,6 +136,7 @@ class BackboneProfiler:
             target_s=target_s,
             further_s=further_s,
             targets=tuple(np.mean(targets, axis=0).tolist()),
+            vision_tokens=tuple(np.mean(vision, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=_share(head_forward_s, float(heads[-1])),

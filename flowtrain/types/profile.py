@@ -59,6 +59,8 @@ class BackboneTimes:
     """Likewise for each further one."""
     targets: tuple[float, ...] = ()
     """Mean tokens with loss in the measured microbatches; ``[N]``, or none."""
+    vision_tokens: tuple[float, ...] = ()
+    """Mean vision tokens in the measured microbatches; ``[N]``, or none."""
     strategies: dict[str, LayerTimes] = field(default_factory=dict)
     """One decoder layer by memory strategy, as ``activation_checkpointing`` calls it."""
     forward_share: float = 1.0 / 3.0

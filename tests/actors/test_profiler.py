@@ -77,6 +77,7 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
         assert amount >= 0 and math.isfinite(amount)
     assert times.target_s >= 0.0 and times.further_s >= 0.0 and len(times.targets) == len(lengths)
     assert 0 < times.targets[0] <= times.targets[-1] < lengths[-1]
+    assert 0 < times.vision_tokens[0] <= times.vision_tokens[-1] < lengths[-1]
     assert 0.0 < times.forward_share < 1.0 and 0.0 < times.head_forward_share < 1.0
 
 

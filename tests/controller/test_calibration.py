@@ -128,6 +128,13 @@ def test_factors_are_in_proportion_to_the_spans_and_stalls_do_not_count(config: 
     assert once.calibration.step_host_s == pytest.approx(2.0 - 0.5 - (3 * 0.3 + 0.02) / 2.0)
 
 
+def test_passes_that_always_take_longer_count(config: RunConfig) -> None:
+    """A step's first forward and last backward are a third of its passes, and would be outliers by themselves."""
+    plain, longer = (calibrate_runs([write_run(config, joined_s=each)]).calibration for each in (0.0, 0.3))
+    took = MICROBATCHES * 0.3
+    assert longer.backbone == pytest.approx(plain.backbone * (took + 2 * 0.3) / took)
+
+
 def test_several_runs_are_one_fit(config: RunConfig) -> None:
     other = override_config(config, ["name=other"])
     one, two = (calibrate_runs([write_run(each, longer)]) for each, longer in ((config, 1.0), (other, 3.0)))

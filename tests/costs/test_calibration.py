@@ -194,3 +194,15 @@ def test_measured_strategies_come_before_counted_forwards() -> None:
     profile = replace(PROFILE, strategies=strategies, model={**PROFILE.model, "activation_checkpointing": "none"})
     found = times(profile)  # the setup recomputes in full
     assert float(found.layer_s(TOKENS, 1)[0]) == pytest.approx(1.25 * 0.03)
+
+
+@given(st.floats(0.1, 0.9), st.integers(0, 4096))
+def test_a_connector_takes_as_long_as_its_rows(measured: float, rows: int) -> None:
+    before, works = times(), MicrobatchColumns.of([MicrobatchWork((4096,), rows, 0)])
+    known = tuple(measured * each for each in LENGTHS.num_tokens)
+    found = times(replace(PROFILE, connector_rows={1: known}))
+    plain = float(before.microbatches_s(works, 1).connector[0])
+    assert float(found.microbatches_s(works, 1).connector[0]) == pytest.approx(plain * rows / (measured * 4096))
+    share = workload().vision_share
+    assert float(found.connector_s(TOKENS, 1)[0]) == pytest.approx(plain * share / measured)
+    assert float(before.connector_s(TOKENS, 1)[0]) == pytest.approx(plain), "as many as measured, if that is not known"

@@ -31,7 +31,7 @@ from flowtrain.allocator.simulated import DeviceTimesOf, SimulatedWork, simulate
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
-from flowtrain.costs.profile_trials import Trial, correction, was_tried
+from flowtrain.costs.profile_trials import Trial, corrected_rate, was_tried
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_plan import Mode
 
@@ -60,7 +60,7 @@ def compare_modes(
     method: of ``decoupled`` and ``disaggregated``. batches: drawn from the workload; None: by a fixed seed.
     times_of: of single actions, by which the fastest candidates of a mode are simulated; None: none is.
     trials: plans that ran, by which predicted rates are corrected. may_be_tried: others may still run
-    (``costs.profile_trials.correction``). ``llm_only`` is a bound, not a contestant, unless it
+    (``costs.profile_trials.corrected_rate``). ``llm_only`` is a bound, not a contestant, unless it
     is the only mode. Raises ConfigError if no mode fits.
     """
     started = time.perf_counter()
@@ -254,7 +254,7 @@ class _Search:
         shares = {name: at.workload.share(name) for name in candidate.encoders}
         return Contestant(
             candidate,
-            predicted * correction(self.trials, plan, may_be_tried=self.may_be_tried),
+            corrected_rate(predicted, self.trials, plan, may_be_tried=self.may_be_tried),
             drawn.imbalance,
             drawn.starved,
             slowdown,

@@ -67,11 +67,6 @@ class Alike:
     """As ``Variant.num_shards``, ``[V, C]``."""
 
     @property
-    def word(self) -> str | None:
-        """As ``Variant.word``."""
-        return self.variants[0].word
-
-    @property
     def settings(self) -> tuple[BackboneSettings | None, ...]:
         """Those of each variant."""
         return tuple(each.settings for each in self.variants)
@@ -224,7 +219,7 @@ class _Search:
     def _add(self, alike: Alike) -> None:
         kept = alike.num_shards > 0
         self.pruned[PruneReason.SHARDS] += int(kept.size - kept.sum())
-        left = kept & ~self._is_beaten(alike)
+        left = kept & ~np.stack([self._is_beaten(each) for each in alike.variants])
         self.pruned[PruneReason.SLOWER] += int(kept.sum() - left.sum())
         each, fits = np.zeros_like(left), np.zeros_like(left)
         for reduction in self._reductions:
@@ -264,10 +259,7 @@ class _Search:
             self._num_shards[key] = variant.num_shards(self._shapes[variant.chunks][0])
         return self._num_shards[key]
 
-    def _is_beaten(self, alike: Alike) -> BoolArray:
-        return np.stack([self._is_variant_beaten(each) for each in alike.variants])
-
-    def _is_variant_beaten(self, variant: Variant) -> BoolArray:
+    def _is_beaten(self, variant: Variant) -> BoolArray:
         slowness = self._slowness_of(variant)
         if variant is self._variants[0]:
             return np.zeros(len(slowness), dtype=bool)

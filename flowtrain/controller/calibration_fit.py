@@ -108,7 +108,9 @@ class Pairs:
 
     def calibration(self, run: str, encoders: Sequence[str]) -> Calibration:
         """Return the factors."""
-        factors = {kind: factor(self.measured[kind], self.predicted[kind]) for kind in self._known()}
+        factors = {
+            kind: factor(self.measured[kind], self.predicted[kind], self.num_spans[kind]) for kind in self._known()
+        }
         collectives, encoder = shared_factors(self.devices)
         backbone = factors.get(BACKBONE, collectives)
         if len(self.joined) >= FEWEST:

@@ -71,11 +71,14 @@ def _no_outliers(values: FloatArray) -> NDArray[np.bool_]:
     return distances <= max(limit, 1e-9 * abs(middle))
 
 
-def factor(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return measured over predicted.
+def factor(measured: Sequence[float], predicted: Sequence[float], num_spans: int | None = None) -> float:
+    """Return measured over predicted; 1 for fewer than ``FEWEST`` spans.
 
     A ratio of sums counts long spans more, as a step does; only values whose own ratio is no outlier are in it.
+    num_spans: that the values are of; None: one each.
     """
+    if (len(measured) if num_spans is None else num_spans) < FEWEST:
+        return 1.0
     times, guesses = np.asarray(measured), np.asarray(predicted)
     kept = _no_outliers(times / guesses)
     return float(times[kept].sum() / guesses[kept].sum())

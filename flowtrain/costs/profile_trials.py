@@ -90,8 +90,7 @@ def correction(trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool =
 
     Plans of the same work (``TriedPlan.works_as``) whose rates are ``CLOSE`` share their trials: what the barrier of
     ``disaggregated`` costs is mostly less than rates vary, so each one's own trial would choose between it and
-    ``decoupled`` by luck. Where predictions of both are apart, neither gets more than the faster of them ran, nor less
-    than the slower did. A plan whose own trial failed gets 0.
+    ``decoupled`` by luck. A plan whose own trial failed gets 0.
 
     Plans of a shape that was never tried get a factor of those with the same pipeline and tensor parallelism in other
     modes, or of all trials. may_be_tried: the highest, so that an untried plan is not passed over because the model
@@ -100,19 +99,35 @@ def correction(trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool =
     if any(each.plan == plan and not each.measured for each in trials):
         return 0.0
     ran = [each for each in trials if each.measured > 0]
-    if own := [each for each in ran if each.plan.works_as(plan)]:
-        mine = [each for each in own if each.plan == plan]
-        slowest, fastest = min(each.measured for each in own), max(each.measured for each in own)
-        if slowest < CLOSE * fastest:  # no luck
-            return fmean(each.factor for each in mine or own)
-        factor = fmean(each.factor for each in own)
-        return min(max(factor, slowest / mine[0].predicted), fastest / mine[0].predicted) if mine else factor
+    if own := _own(ran, plan):
+        return fmean(each.factor for each in own)
     alike = [each.factor for each in ran if each.plan.shape == plan.shape]
     if alike:
         return fmean(alike)
     similar = [each.factor for each in ran if each.plan.shape[1:] == plan.shape[1:]]
     factors = similar or [each.factor for each in ran] or [1.0]
     return max(factors) if may_be_tried else min(factors)
+
+
+def corrected_rate(predicted: float, trials: Sequence[Trial], plan: TriedPlan, *, may_be_tried: bool = False) -> float:
+    """Return a predicted rate as trials correct it (``correction``), in samples/s.
+
+    Predictions of plans that share their trials may be apart, so their mean factor is one that neither has: the rate of
+    a plan that ran stays between the slowest and the fastest of these trials.
+    """
+    rate = predicted * correction(trials, plan, may_be_tried=may_be_tried)
+    if not rate or not was_tried(trials, plan):
+        return rate
+    measured = [each.measured for each in _own([each for each in trials if each.measured > 0], plan)]
+    return min(max(rate, min(measured)), max(measured))
+
+
+def _own(ran: Sequence[Trial], plan: TriedPlan) -> list[Trial]:
+    """The trials of a plan's work that count for it; all of it if their rates are close."""
+    own = [each for each in ran if each.plan.works_as(plan)]
+    if own and min(each.measured for each in own) < CLOSE * max(each.measured for each in own):  # no luck
+        own = [each for each in own if each.plan == plan] or own
+    return own
 
 
 def trial_conditions(config: RunConfig, workload: Workload, num_devices: int) -> dict[str, Any]:

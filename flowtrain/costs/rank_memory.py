@@ -120,19 +120,7 @@ def rank_nbytes(
     table = dtype * -(-spec.vocab_size // tp) * spec.hidden_size
     head = np.where(ranks.has_last, table if trains_head(spec) else 0, 0)
     sums_whole = accumulates & ~reduces_each
-    words = {**ranks.kept_layers, **ranks.first_layers}
-    kept = {word: of_each(partial(_kept_nbytes, spec, word)) for word in words}
-    empty = {ends: of_each(partial(_empty_nbytes, spec, connector, ends)) for ends in _ENDS}
-    activations = sum(count * kept[word] for word, count in ranks.kept_layers.items())
-    for ends, count in ranks.kept_chunks.items():
-        activations = activations + count * empty[ends]
-    in_flight = activations - _ended_nbytes(ranks, kept, empty)
-    host = np.zeros_like(whole)
-    if "offload" in ranks.kept_layers:
-        # The layer called last stays on the device; in the backward its place is that of the layer before.
-        layer = of_each(lambda setup, microbatch: layer_activation_nbytes(spec, setup, microbatch.num_tokens))
-        activations = activations + np.where(ranks.kept_layers["offload"] > 0, layer, 0)
-        host = ranks.kept_layers["offload"] * layer
+    activations, in_flight, host = _activations_nbytes(spec, connector, ranks, of_each)
     working = np.where(
         sums_whole,
         _working_nbytes(spec, ranks, of_each, "step"),
@@ -144,7 +132,7 @@ def rank_nbytes(
         "optimizer_state": FLOAT32_NBYTES * trained_shard * OPTIMIZER_STATES[setup.optimizer],
         "accumulated": FLOAT32_NBYTES * np.where(accumulates, np.where(reduces_each, trained_shard, trained), 0),
         "gathered": gathered,
-        "activations": np.asarray(activations),
+        "activations": activations,
         "working": working + head,
         "loss": np.where(ranks.has_last, of_each(partial(loss_nbytes, spec)), 0),
         "reduced": reduction_nbytes(
@@ -188,6 +176,27 @@ def _empty_nbytes(
 ) -> int:
     """Activations of a chunk without layers."""
     return chunk_activation_nbytes(spec, connector, Chunk(0, *ends), setup, microbatch)
+
+
+def _activations_nbytes(
+    spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, of_each: _BySize
+) -> tuple[IntArray, IntArray, IntArray]:
+    """All activations, those of the other microbatches in flight at a backward's end, and those offloaded; ``[N]``."""
+    words = {**ranks.kept_layers, **ranks.first_layers}
+    kept = {word: of_each(partial(_kept_nbytes, spec, word)) for word in words}
+    empty = {ends: of_each(partial(_empty_nbytes, spec, connector, ends)) for ends in _ENDS}
+    activations = np.zeros(len(of_each.which), dtype=np.int64)
+    for word, count in ranks.kept_layers.items():
+        activations += count * kept[word]
+    for ends, count in ranks.kept_chunks.items():
+        activations += count * empty[ends]
+    in_flight, host = activations - _ended_nbytes(ranks, kept, empty), np.zeros_like(activations)
+    if "offload" in ranks.kept_layers:
+        # The layer called last stays on the device; in the backward its place is that of the layer before.
+        layer = of_each(lambda setup, microbatch: layer_activation_nbytes(spec, setup, microbatch.num_tokens))
+        activations += np.where(ranks.kept_layers["offload"] > 0, layer, 0)
+        host = ranks.kept_layers["offload"] * layer
+    return activations, in_flight, host
 
 
 def _ended_nbytes(ranks: RankColumns, kept: Mapping[str, IntArray], empty: Mapping[Ends, IntArray]) -> IntArray:

@@ -44,6 +44,9 @@ def test_a_factor_is_found_whatever_a_few_stalls_take(true: float, predicted: li
     for number in range(stalls):
         measured[number] *= 50.0
     assert factor(measured, predicted) == pytest.approx(true)
+    assert factor(measured[: FEWEST - 1], predicted[: FEWEST - 1]) == 1.0, "too few say nothing"
+    few = measured[:1], predicted[:1]
+    assert factor(*few, FEWEST) == pytest.approx(few[0][0] / few[1][0]) and factor(*few, FEWEST - 1) == 1.0, "spans"
 
 
 @given(st.floats(0.1, 10.0), st.lists(st.floats(0.01, 1.0), min_size=FEWEST, max_size=40), st.floats(0.0, 5.0))

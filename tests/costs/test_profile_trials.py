@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from flowtrain.costs.profile_trials import Trial, TriedPlan, correction, was_tried
+from flowtrain.costs.profile_trials import Trial, TriedPlan, corrected_rate, correction, was_tried
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings
 
@@ -40,17 +40,19 @@ def test_luck_does_not_put_a_barrier_before_its_absence(free: float, barrier: fl
     waiting = replace(ONE, mode="disaggregated")
     free, barrier = max(free, barrier), min(free, barrier)
     trials = [Trial(ONE, free, (one,)), Trial(waiting, barrier, (luck * one,))]
-    rated = [free * correction(trials, ONE), barrier * correction(trials, waiting)]
-    assert rated[0] >= rated[1] * (1 - 1e-9)
+    assert free * correction(trials, ONE) >= barrier * correction(trials, waiting)
+    rated = [corrected_rate(free, trials, ONE), corrected_rate(barrier, trials, waiting)]
     ran = [each.measured for each in trials]
-    assert min(ran) * (1 - 1e-9) <= rated[1] and rated[0] <= max(ran) * (1 + 1e-9), "neither is rated as none ran"
+    assert max(ran) >= rated[0] >= rated[1] >= min(ran), "neither is rated as none ran"
     for apart in (0.85, 1.15):  # is more than luck
         trials[1] = Trial(waiting, barrier, (apart * one,))
         assert barrier * correction(trials, waiting) == pytest.approx(apart * one)
         assert free * correction(trials, ONE) == pytest.approx(one)
     assert correction(trials[:1], waiting) == pytest.approx(one / free), "one that never ran goes by the other"
     assert not was_tried(trials[:1], waiting)
-    assert correction([*trials[1:], Trial(ONE, free, (0.0,))], ONE) == 0.0, "but a plan that failed is never fast"
+    failed = [*trials[1:], Trial(ONE, free, (0.0,))]
+    assert correction(failed, ONE) == 0.0, "but a plan that failed is never fast"
+    assert corrected_rate(free, failed, ONE) == 0.0
     # Other plans of these modes, and these in other modes, are other work.
     larger = replace(waiting, encoders={"vision": Degrees(dp=2)})
     assert not ONE.works_as(larger) and not REPLICAS.works_as(replace(REPLICAS, mode="decoupled"))

@@ -15,7 +15,7 @@ def test_large_tensors_of_a_cpu_have_huge_pages_unless_the_user_decides(
     found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "THP_MEM_ALLOC_ENABLE"
-    monkeypatch.setenv(name, "") if found is None else monkeypatch.setenv(name, found)  # put back at the end
+    monkeypatch.setenv(name, found or "")  # so that it is put back at the end
     if found is None:
         monkeypatch.delenv(name)
     assert opened_device("cpu") == torch.device("cpu")

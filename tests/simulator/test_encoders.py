@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ def test_the_fullest_replica_has_at_most_a_batch_more_than_the_mean(seconds: lis
     fullest, mean = step.fullest_s(replicas), sum(seconds) / replicas
     assert mean <= fullest + 1e-9 and fullest <= mean + max(seconds) + 1e-9
     assert fullest >= max(seconds)
+    free = np.zeros(replicas)
+    assert fullest == pytest.approx(float(step.ready_s(free, 0.0)[-1])), "as leases go"
 
 
 @given(

@@ -25,7 +25,8 @@ _WHOLE = 1024
 _PART = 512
 """Samples of each part of a larger batch: the packer's time grows faster than the batch."""
 _PACKED = 2048
-"""Samples of all parts together."""
+"""Samples of all parts together, and about the most of a rank's that are packed at once: what a rank has more repeats
+these, one time after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,21 +99,24 @@ class DrawnBatches:
     def _pack(self, workload: Workload, dp: int, cost: CostModel) -> PackedBatches:
         size = self.batches.shape[1]
         part_dp = dp if size <= _WHOLE else max(1, round(dp * _PART / size))
-        part_size = round(size * part_dp / dp)
+        turns = max(1, round(size * part_dp / dp / _PACKED))
+        part_size = round(size * part_dp / dp / turns)
         num_parts = max(1, min(dp // part_dp, _PACKED // part_size))
         ranks = num_parts * part_dp
         rules = PackingRules(workload.microbatch_tokens, cost, part_dp)
         samples: list[IntArray] = []
         places: list[IntArray] = []
         num_slots: list[int] = []
-        if part_dp < dp and not self._by_length:
+        is_whole = part_size == size
+        if not is_whole and not self._by_length:
             self._by_length.extend(batch[np.argsort(workload.lengths[batch], kind="stable")] for batch in self.batches)
         for number, batch in enumerate(self.batches):
-            parts = [batch] if part_dp == dp else _parts(self._by_length[number], part_size, num_parts)
+            parts = [batch] if is_whole else _parts(self._by_length[number], part_size, num_parts)
             slots, ordered, where = self._lay_out(workload, parts, rules)
-            samples.append(ordered)
-            places.append(where + sum(num_slots) * ranks)
-            num_slots.append(slots)
+            firsts = (sum(num_slots) + slots * np.arange(turns)) * ranks
+            samples.append(np.tile(ordered, turns))
+            places.append((firsts[:, None] + where).reshape(-1))
+            num_slots.append(turns * slots)
         share = ranks / dp
         return PackedBatches(ranks, share, np.concatenate(samples), np.concatenate(places), np.cumsum(num_slots))
 

@@ -177,10 +177,14 @@ def _merged(every: Sequence[CandidateColumns]) -> tuple[CandidateColumns, BoolAr
     columns = [np.stack([each.tp, each.pp, each.dp, _reduces(each)]) for each in every]
     bases = np.max([each.max(axis=1) for each in columns], axis=0) + 1
     numbers = [np.ravel_multi_index(tuple(each), tuple(bases)) for each in columns]
-    different = np.unique(np.concatenate(numbers))
+    every_number = np.sort(np.concatenate(numbers), kind="stable")  # runs that are sorted: merged in linear time
+    different = every_number[np.diff(every_number, prepend=-1) > 0]
     tp, pp, dp, reduces = np.unravel_index(different, tuple(bases))
     merged = replace(every[0], tp=tp, pp=pp, dp=dp, reduces_each=reduces > 0)
-    return merged, np.stack([np.isin(different, each) for each in numbers])
+    has = np.zeros((len(every), len(different)), dtype=bool)
+    for mine, each in zip(has, numbers, strict=True):
+        mine[np.searchsorted(different, each)] = True
+    return merged, has
 
 
 def _reduces(columns: CandidateColumns) -> BoolArray:

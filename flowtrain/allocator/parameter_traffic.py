@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,9 +42,8 @@ class StageParameters:
 
 def joined(every: Sequence[StageParameters]) -> StageParameters:
     """Return the parameters of several, one after another."""
-    return StageParameters(
-        *(np.concatenate([getattr(each, column.name) for each in every]) for column in fields(StageParameters))
-    )
+    columns = zip(*((each.layers, each.outer, each.unit, each.trained) for each in every), strict=True)
+    return StageParameters(*map(np.concatenate, columns))
 
 
 class ParameterTraffic:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from flowtrain.allocator.candidates import BoolArray, CandidateColumns, Enumerat
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.training_setup import ReductionName
 from flowtrain.pipeline.schedules.one_f_one_b import largest_groups
+from flowtrain.scheduler.compiled import compiled
 from flowtrain.types.run_plan import BackboneSettings
 
 SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full": 2, "offload": 3}
@@ -126,22 +126,38 @@ def _pivots(alike: Alike, index: IntArray) -> tuple[BoolArray, IntArray, IntArra
     where ranks have several chunks, as many microbatches go through a chunk at once. A run's first and last are
     predicted first, and some at equal distances between them.
     """
-    count, columns = len(index), alike.columns
-    variant, column = np.divmod(index, len(columns))
-    at, tp, pp, dp = np.arange(count), columns.tp[column], columns.pp[column], columns.dp[column]
-    starts = np.ones(count, dtype=bool)
-    starts[1:] = (np.diff(variant) != 0) | (np.diff(tp) != 0) | (np.diff(pp) != 0) | (dp[:-1] == 1)
-    num_microbatches = alike.num_microbatches.reshape(-1)[index]
-    starts[1:] |= np.diff(num_microbatches > 1)
+    columns, num_microbatches = alike.columns, alike.num_microbatches.reshape(-1)[index]
+    at_once = np.zeros_like(num_microbatches)
     if alike.variants[0].chunks > 1:
+        pp = columns.pp[index % len(columns)]
         at_once = np.where(num_microbatches >= pp, largest_groups(pp, num_microbatches), 0)
-        starts[1:] |= np.diff(at_once) != 0
-    ends = np.append(starts[1:], True)[:count]
-    place = at - np.maximum.accumulate(np.where(starts, at, 0))
-    step = max(1, math.isqrt(int(place.max(initial=0)) + 1))
-    pivot = (place % step == 0) | ends
-    before = np.maximum.accumulate(np.where(pivot, at, 0))
-    after = np.minimum.accumulate(np.where(pivot, at, count)[::-1])[::-1]
+    return _pivots_of_runs(index, columns.tp, columns.pp, columns.dp, num_microbatches, at_once)
+
+
+@compiled
+def _pivots_of_runs(
+    index: IntArray, tp: IntArray, pp: IntArray, dp: IntArray, num_microbatches: IntArray, at_once: IntArray
+) -> tuple[BoolArray, IntArray, IntArray]:
+    """As ``_pivots``; tp, pp and dp: of each configuration of a variant, the rest of each place."""
+    count = len(index)
+    place, longest, last, first = np.zeros(count, dtype=np.int64), 1, -1, 0
+    for at in range(count):
+        while index[at] >= first + len(tp):  # the next variant
+            first, last = first + len(tp), -1
+        own = index[at] - first
+        if last >= 0 and tp[own] == tp[last] and pp[own] == pp[last] and dp[last] != 1:
+            is_summed = (num_microbatches[at] > 1) == (num_microbatches[at - 1] > 1)
+            if is_summed and at_once[at] == at_once[at - 1]:
+                place[at] = place[at - 1] + 1
+                longest = max(longest, place[at] + 1)
+        last = own
+    step = int(np.sqrt(longest))
+    pivot, before, after = np.zeros(count, dtype=np.bool_), np.empty_like(place), np.empty_like(place)
+    for at in range(count):
+        pivot[at] = place[at] % step == 0 or at + 1 == count or place[at + 1] == 0
+        before[at] = at if pivot[at] else before[at - 1]
+    for at in range(count - 1, -1, -1):
+        after[at] = at if pivot[at] else after[at + 1]
     return pivot, before, after
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -95,8 +94,12 @@ class OperatorRules:
             return formula(values, np.maximum, np.minimum)
         amounts = (operator.flops, device.flops), (operator.nbytes, device.bandwidth), (operator.sent_nbytes, bandwidth)
         # Most operators have one or two of the three; planning asks for very many.
-        times = [amount / speed for amount, speed in amounts if not (isinstance(amount, float) and amount == 0.0)]
-        return reduce(np.maximum, times) / share if times else 0.0
+        slowest: Any = None
+        for amount, speed in amounts:
+            if isinstance(amount, float) and amount == 0.0:
+                continue
+            slowest = amount / speed if slowest is None else np.maximum(slowest, amount / speed)
+        return 0.0 if slowest is None else slowest / share
 
     def link_share(self, kind: Literal["collective", "point_to_point"]) -> float:
         """Return the share of a link's bandwidth that a class reaches, for callers that count bytes themselves."""

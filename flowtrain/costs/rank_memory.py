@@ -277,13 +277,10 @@ def trains_embedding(spec: TransformerSpec) -> bool:
 
 def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, of_each: _BySize, reduction: ReductionName) -> IntArray:
     """The most that the backward of decoder layers holds in addition to all activations, ``[N]``."""
+    by_tp = {setup.tp: setup for setup, _ in of_each.pairs}
+    setups = {tp: replace(each, accumulates=True, gradient_reduction=reduction) for tp, each in by_tp.items()}
     each = [
-        [
-            _example_working_nbytes(
-                spec, chunks, replace(setup, accumulates=True, gradient_reduction=reduction), microbatch.num_tokens
-            )
-            for chunks in ranks.examples
-        ]
+        [_example_working_nbytes(spec, chunks, setups[setup.tp], microbatch.num_tokens) for chunks in ranks.examples]
         for setup, microbatch in of_each.pairs
     ]
     return np.array(each, dtype=np.int64)[of_each.which, ranks.example]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -109,7 +110,7 @@ class Fetches:
 ColumnsT = TypeVar("ColumnsT", Computations, Transfers, Fetches)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Program:
     """Operations of ``R`` ranks; in one replica's, a MEET has its ``Group``, in all replicas' the number of a group."""
 
@@ -138,6 +139,13 @@ class Program:
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.first) - 1
+
+    @cached_property
+    def fetch_ops(self) -> IntArray:
+        """The operation of each fetch, ``[F]``."""
+        found, ops = np.empty(len(self.fetches), dtype=np.int64), np.flatnonzero(self.op == Op.FETCH)
+        found[self.index[ops]] = ops
+        return found
 
     def find(
         self,

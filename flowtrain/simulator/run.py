@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.simulator.encoders import EncodedStep, shared_end_s
 from flowtrain.simulator.engine import Timeline
 from flowtrain.simulator.memory import HeldMemory, held_memory, rank_peaks
-from flowtrain.simulator.program import Op, Program
+from flowtrain.simulator.pace import Pace
+from flowtrain.simulator.program import Program
 from flowtrain.simulator.step import StepSimulator
 
 
@@ -48,10 +49,8 @@ class SimulatedStep:
     def of(cls, begin_s: float, end_s: float, timeline: Timeline) -> SimulatedStep:
         """Return a step with these times."""
         program = timeline.program
-        is_fetch = program.op == Op.FETCH
-        waited = np.zeros(program.num_ranks)
-        spans = timeline.ends[is_fetch] - timeline.starts[is_fetch]
-        np.add.at(waited, program.fetches.rank[program.index[is_fetch]], spans)
+        spans = timeline.ends[program.fetch_ops] - timeline.starts[program.fetch_ops]
+        waited = np.bincount(program.fetches.rank, spans, program.num_ranks)
         slowest = waited.reshape(program.num_replicas, -1).max(axis=1)
         starved = float(np.average(slowest, weights=program.stands_for))
         return cls(begin_s, end_s, starved, program.mean(timeline.busy_s))
@@ -68,7 +67,7 @@ class SimulatedRun:
 
     steps: tuple[SimulatedStep, ...]
     last: Timeline
-    """Of the last step."""
+    """Of the last step that was timed."""
     simulator: StepSimulator
     works: tuple[StepWork, ...]
     """The different steps; they follow each other again and again."""
@@ -125,7 +124,7 @@ def simulate(
     """Return the times of ``num_steps`` steps; ``steps`` follow each other again and again.
 
     A step may be encoded once the one ``lookahead + 1`` before it is done. A microbatch may start when its images are
-    encoded, or with ``is_barrier`` when those of the whole step are.
+    encoded, or with ``is_barrier`` when those of the whole step are. Steps that have found their pace are not timed.
 
     num_steps: at least 1. replicas: of each encoder with actors of its own.
     """
@@ -133,6 +132,7 @@ def simulate(
     durations = [simulator.durations(step.program, step.works) for step in steps]
     optimizer_s, now = simulator.optimizer_s(), 0.0
     done: list[SimulatedStep] = []
+    pace, devices = Pace(len(steps), lookahead), [np.zeros(1)] if any(step.shared_s for step in steps) else []
     ends, works, encodes = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
     for index in range(num_steps):
         step, (seconds, transfers) = steps[index % len(steps)], durations[index % len(steps)]
@@ -146,13 +146,20 @@ def simulate(
             begin_s=np.full(program.num_ranks, now),
             buffered=simulator.buffered,
         )
-        end = timeline.makespan_s + optimizer_s
-        if step.shared_s:
-            works[index], encodes[index] = step.shared_s, step.shared_encode_s
-            end = max(end, shared_end_s(ends, works, encodes, index, lookahead))
+        alone = end = timeline.makespan_s + optimizer_s
+        works[index], encodes[index] = step.shared_s, step.shared_encode_s
+        for free_s in devices:
+            free_s[0] = shared_end_s(ends, works, encodes, index, lookahead)
+            end = max(end, float(free_s[0])) if step.shared_s else end
         ends[index] = end
         done.append(SimulatedStep.of(now, end, timeline))
         now = end
+        if pace.is_found(ends[: index + 1], [*free, *devices], done[-1].starved_s + end - alone):
+            pace.go_on(ends, index + 1)
+            break
+    for index in range(len(done), num_steps):
+        begin, end = ends[index - 1 : index + 1].tolist()
+        done.append(replace(done[index - len(steps)], begin_s=begin, end_s=end))
     return SimulatedRun(tuple(done), timeline, simulator, tuple(steps))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.simulator.engine import Timeline
-from flowtrain.simulator.program import Op, Program
+from flowtrain.simulator.program import Program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,10 +28,7 @@ class DataNeeds:
         dp, pp = program.num_replicas, program.num_ranks // program.num_replicas
         columns = program.fetches
         fetches = np.lexsort((columns.rank % pp, columns.microbatch, columns.rank // pp)).reshape(dp, -1, pp)
-        ops = np.flatnonzero(program.op == Op.FETCH)
-        op_of = np.empty(len(columns), dtype=np.int64)
-        op_of[program.index[ops]] = ops
-        return cls(program, fetches, op_of[fetches[:, :, 0]])
+        return cls(program, fetches, program.fetch_ops[fetches[:, :, 0]])
 
 
 class RunningStep:

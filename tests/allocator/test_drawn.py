@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -173,6 +174,29 @@ def test_batches_together_have_the_datas_mix(seed: int, batch: int, count: int) 
         assert group.mean() == pytest.approx(data.tokens_per_sample, abs=2 * spread)
     if count > 1:
         assert not np.array_equal(np.sort(drawn[0]), np.sort(drawn[1])), "single batches differ as a run's do"
+
+
+@pytest.mark.parametrize(("dp", "turns"), [(1, 5), (2, 2), (4, 1)])
+def test_what_a_rank_has_beyond_so_many_samples_repeats_them(dp: int, turns: int) -> None:
+    """Ten thousand samples of one rank are a fifth of them, five times."""
+    asked = asked_for(uneven(0, batch=10_000))
+    packed = DrawnBatches.draw(asked.workload, 1).packed(asked, dp)
+    each = len(packed.samples) // turns
+    assert len(packed.samples) == pytest.approx(10_000 * packed.share, abs=turns)
+    assert packed.num_slots % turns == 0
+    slots = packed.num_slots // turns
+    for turn in range(turns):
+        mine = slice(turn * each, (turn + 1) * each)
+        assert np.array_equal(packed.samples[mine], packed.samples[:each])
+        assert np.array_equal(packed.places[mine], packed.places[:each] + turn * slots * packed.dp)
+    tokens = packed.sums(asked.workload.lengths)
+    assert tokens.max() <= asked.workload.microbatch_tokens
+    with patch.object(drawn_batches, "_PACKED", 10_000):
+        whole = DrawnBatches.draw(asked.workload, 1).packed(asked, dp)
+    assert packed.num_slots == pytest.approx(whole.num_slots, rel=0.01)
+    assert tokens.sum() / packed.share == pytest.approx(
+        whole.sums(asked.workload.lengths).sum() / whole.share, rel=2e-3
+    )
 
 
 def test_the_same_seed_gives_the_same_rate() -> None:

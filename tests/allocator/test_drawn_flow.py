@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.drawn_flow import DrawnStep, finishes
 from flowtrain.simulator.encoders import EncodedStep
+from flowtrain.simulator.pace import Pace
 
 SECONDS = st.floats(0.0, 4.0)
 
@@ -49,6 +53,44 @@ def test_no_step_is_shorter_than_its_work(steps: list[DrawnStep], replicas: int,
     assert (np.diff(np.concatenate([[0.0], ends])) >= alone - 1e-9).all()
     encoding = np.cumsum([sum(steps[index % len(steps)].encoded[0].seconds) for index in range(len(ends))])
     assert (ends >= encoding / replicas - 1e-9).all()
+
+
+@given(
+    steps=drawn_steps(2),
+    replicas=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    lookahead=st.integers(0, 3),
+    is_barrier=st.booleans(),
+)
+def test_steps_that_found_their_pace_go_on_as_if_all_were_timed(
+    steps: list[DrawnStep], replicas: tuple[int, int], lookahead: int, is_barrier: bool
+) -> None:
+    asked = {"is_barrier": is_barrier, "num_steps": 40}
+    found = finishes(steps, [*replicas], lookahead, **asked)
+    with patch.object(Pace, "is_found", return_value=False):
+        expected = finishes(steps, [*replicas], lookahead, **asked)
+    np.testing.assert_allclose(found, expected, rtol=1e-7)
+
+
+def test_few_steps_are_timed_where_they_repeat() -> None:
+    """Encoders that are always ahead find their pace in the first steps."""
+    timed: list[int] = []
+
+    class Counting(Pace):
+        def is_found(self, ends: np.ndarray, free: Sequence[np.ndarray], waited_s: float) -> bool:
+            timed.append(len(ends))
+            return super().is_found(ends, free, waited_s)
+
+    with patch("flowtrain.allocator.drawn_flow.Pace", Counting):
+        ends = finishes([step([3.0, 3.0], [1.0, 1.0], [1, 2])], [1], 1, is_barrier=False, num_steps=40)
+    assert timed[-1] < 6
+    assert ends.tolist() == [1.0 + 6.0 * count for count in range(1, 41)]
+
+
+def test_a_shared_device_that_falls_behind_later_has_not_found_its_pace() -> None:
+    """Steps of 2 seconds, for which it works 2.1 seconds: it is behind after the steps that were encoded ahead."""
+    one = DrawnStep(np.array([2.0]), 0.0, (EncodedStep(np.array([0.1]), np.array([1])),), 2.0, 0.1)
+    ends = finishes([one], [1], 2, is_barrier=False, num_steps=60)
+    assert float(ends[-1] - ends[29]) / 30 == pytest.approx(2.1)
 
 
 def step(slots: list[float], seconds: list[float], needed: list[int], rest_s: float = 0.0) -> DrawnStep:

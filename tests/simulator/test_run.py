@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.simulator.encoders import EncodedStep
+from flowtrain.simulator.pace import Pace
 from flowtrain.simulator.run import StepWork, simulate
 from flowtrain.simulator.step import StepSimulator
 from flowtrain.types.plan import Degrees
@@ -60,6 +62,21 @@ def test_more_encoders_more_lookahead_and_no_barrier_are_never_slower(seed, dp, 
     for changes in ({"replicas": [2]}, {"lookahead": 2}, {"is_barrier": False}):
         asked = {"replicas": [1], "lookahead": 0, "is_barrier": True, **changes}
         assert (simulate(simulator, steps, num_steps=6, **asked).ends_s <= slow + 1e-9).all(), changes
+
+
+@settings(max_examples=30)
+@given(seed=SEEDS, dp=st.integers(1, 3), pp=st.integers(1, 3), lookahead=st.integers(0, 2), is_barrier=st.booleans())
+def test_steps_that_found_their_pace_go_on_as_if_all_were_timed(seed, dp, pp, lookahead, is_barrier):
+    random, times = Random(seed), action_times(Degrees(dp, pp, 1))
+    simulator = StepSimulator(build_partition(DEPTH, pp), times)
+    steps = drawn_steps(random, simulator, dp, random.randint(1, 3))
+    asked = {"num_steps": 20, "replicas": [2], "lookahead": lookahead, "is_barrier": is_barrier}
+    found = simulate(simulator, steps, **asked)
+    with patch.object(Pace, "is_found", return_value=False):
+        expected = simulate(simulator, steps, **asked)
+    for name in ("begin_s", "end_s", "starved_s", "busy_s"):
+        of_steps = [[getattr(step, name) for step in run.steps] for run in (found, expected)]
+        np.testing.assert_allclose(*of_steps, rtol=1e-7, atol=1e-9)
 
 
 def test_a_starved_backbone_says_so():

@@ -97,13 +97,14 @@ class ParameterTraffic:
             return np.zeros(len(columns))
         if (measured := self._measured_s(columns, held)) is not None:
             return measured[0]
-        forward, backward = self._gather_s(columns, held.total), self._gather_s(columns, held.layers)
+        each_s = self._gather_s(columns)
+        forward, backward = each_s * held.total, each_s * held.layers
         if not self._overlaps(columns):
             return self._factor(columns) * (forward + backward)
         # Each pass gathers for itself, so a long backward hides nothing of the forward's.
         exposed = np.maximum(forward - (1.0 - BACKWARD_SHARE) * stage, 0.0)
         exposed += np.maximum(backward - BACKWARD_SHARE * stage, 0.0)
-        return self._factor(columns) * (exposed + self._gather_s(columns, self._chunks * held.unit + held.outer))
+        return self._factor(columns) * (exposed + each_s * (self._chunks * held.unit + held.outer))
 
     def gathering_once_s(self, columns: CandidateColumns, stage: FloatArray, held: StageParameters) -> FloatArray:
         """Return seconds of gathers that a step makes once, and that no computation hides, ``[C]``.
@@ -112,10 +113,11 @@ class ParameterTraffic:
         """
         if self._setup.sharding != "gradients" or self._measured_s(columns, held) is not None:
             return np.zeros(len(columns))
-        every = self._gather_s(columns, held.total)
+        each_s = self._gather_s(columns)
+        every = each_s * held.total
         if self._overlaps(columns):
             hidden = np.maximum(every - (1.0 - BACKWARD_SHARE) * stage, 0.0)
-            every = np.minimum(hidden + self._gather_s(columns, self._chunks * held.unit + held.outer), every)
+            every = np.minimum(hidden + each_s * (self._chunks * held.unit + held.outer), every)
         return self._factor(columns) * columns.pp * every
 
     def reducing_s(
@@ -136,7 +138,7 @@ class ParameterTraffic:
         last = reduce + between / self._link(device, groups, shards * replica)
         if self._overlaps(columns):
             # The backward also gathers over the same link.
-            gathers = 0.0 if self._setup.sharding == "gradients" else self._gather_s(columns, held.layers)
+            gathers = 0.0 if self._setup.sharding == "gradients" else self._gather_s(columns) * held.layers
             free = np.maximum(BACKWARD_SHARE * stage - gathers, 0.0)
             last, reduce = np.maximum(last - free, 0.0) + tail, np.maximum(reduce - free, 0.0) + tail
         last, reduce = self._factor(columns) * last, self._factor(columns) * reduce
@@ -153,10 +155,11 @@ class ParameterTraffic:
         """Of what nothing hides, by a finished run."""
         return self._times[columns.device_type].collectives
 
-    def _gather_s(self, columns: CandidateColumns, parameters: FloatArray) -> FloatArray:
+    def _gather_s(self, columns: CandidateColumns) -> FloatArray:
+        """Seconds of gathering one parameter."""
         shards = self.shards(columns)
         link = self._link(self._cluster[columns.device_type], shards, columns.pp * columns.tp)
-        return self._setup.dtype_nbytes * (shards - 1) / shards * parameters / link
+        return self._setup.dtype_nbytes * (shards - 1) / shards / link
 
     def _overlaps(self, columns: CandidateColumns) -> bool:
         """Whether devices copy and reduce while they compute."""

@@ -185,16 +185,14 @@ def enumerate_module(
 
 def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes: int, memo: PeakMemo) -> Enumeration:
     requests = [request.with_settings(each) for each in request.choices] or [request]
-    shapes = {
-        chunks: backbone_columns(
+    for chunks in {each.slices.chunks for each in requests} - memo.shapes.keys():
+        memo.shapes[chunks] = backbone_columns(
             device_type,
             request.model.backbone,
             global_batch_size=request.workload.global_batch_size,
             chunks_per_rank=chunks,
             splits_tensors=BACKBONE not in request.whole,
         )
-        for chunks in {each.slices.chunks for each in requests}
-    }
     reductions: tuple[ReductionName, ...] = (request.setup.gradient_reduction,)
     if request.chooses_reduction:
         reductions = ("step", "microbatch")
@@ -213,7 +211,7 @@ def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes
         )
 
     variants = [_variant(each) for each in requests]
-    return search_settings(variants, shapes, memory_nbytes, reductions, peaks_of, memo)
+    return search_settings(variants, memo.shapes, memory_nbytes, reductions, peaks_of, memo)
 
 
 def _variant(request: Request) -> Variant:

@@ -84,10 +84,12 @@ PeaksOf = Callable[[Alike, ReductionName, IntArray], IntArray]
 class PeakMemo:
     """Peaks of one request's configurations, each predicted at most once, for searches in different memory.
 
-    ``found`` has what was searched, by the bytes of memory.
+    ``found`` has what was searched, by the bytes of memory; ``shapes`` all configurations, whatever memory they take,
+    by the number of chunks.
     """
 
     def __init__(self) -> None:
+        self.shapes: dict[int, Shapes] = {}
         self.found: dict[int, Enumeration] = {}
         self._peaks: dict[tuple[tuple[BackboneSettings | None, ...], ReductionName], IntArray] = {}
 

@@ -13,6 +13,7 @@ splits, found without a solver; exits with 1 if they differ.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -98,6 +99,7 @@ def comparison_s(path: Path, device: str, num_devices: int, solver: str) -> floa
 def comparisons(device: str, solver: str, repeats: int) -> list[Figure]:
     """The figures of all model files: medians over the runs."""
     figures = []
+    gc.freeze()  # of torch, which is here for the report: `flowtrain plan` does not import it
     for path in sorted((ROOT / "configs" / "models").glob("*.yaml")):
         for num_devices, target in COMPARISON_TARGETS_S.items():
             seconds = [comparison_s(path, device, num_devices, solver) for _ in range(repeats + 1)][1:]

@@ -135,8 +135,8 @@ class _Microbatches:
         if candidate.mode == "monolithic":
             return cls._monolithic(request, surrogate, candidate, packed, columns, tokens, num_microbatches)
         held = surrogate.traffic.parameters(columns)
-        each = surrogate.slot_times(columns, tokens, surrogate.stage_s(columns, tokens), held)
-        mean = surrogate.mean_stage_s(columns, tokens)
+        slowest, mean = surrogate.stages_s(columns, tokens)
+        each = surrogate.slot_times(columns, tokens, slowest, held)
         return cls(columns, held, each, mean, fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean))
 
     @classmethod

@@ -163,17 +163,10 @@ class PartTimes:
     @classmethod
     def of(cls, request: Request, surrogate: Surrogate, columns: CandidateColumns) -> PartTimes:
         """Return those of some configurations."""
-        num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
-        tokens, times = request.workload.fullest_tokens(columns.dp) / num_microbatches, surrogate.times
-        own = times[columns.device_type]
-        layer, connector, head = np.empty((3, len(columns)))
-        for tp in columns.tps:
-            at = columns.tp == tp
-            layer[at], connector[at] = own.layer_s(tokens[at], tp), own.connector_s(tokens[at], tp)
-            head[at] = own.head_s(tokens[at], tp)
-        encoder = images_of_rank_s(request, surrogate, columns) / num_microbatches
-        calls = calls_s(own, columns, request.slices.chunks)
-        return cls(num_microbatches, tokens, encoder, layer, connector, head, calls)
+        each = surrogate.mean_microbatch(columns)
+        encoder = images_of_rank_s(request, surrogate, columns) / each.num_microbatches
+        calls = calls_s(surrogate.times[columns.device_type], columns, request.slices.chunks)
+        return cls(each.num_microbatches, each.tokens, encoder, each.layer, each.connector, each.head, calls)
 
     def __getitem__(self, chosen: IntArray) -> PartTimes:
         """Return those of some of them, by index."""

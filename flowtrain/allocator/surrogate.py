@@ -72,6 +72,21 @@ class SlotTime:
         return self.computing + self.transfers + self.gathering + self.offloading
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanMicrobatch:
+    """The mean microbatch of a step on the fullest replica, of many configurations ``[C]``."""
+
+    num_microbatches: FloatArray
+    """Of the step."""
+    tokens: FloatArray
+    layer: FloatArray
+    """Seconds of one decoder layer, forward and backward."""
+    connector: FloatArray
+    """Seconds."""
+    head: FloatArray
+    """Seconds."""
+
+
 class Surrogate:
     """Predicts the samples/s of configurations; for an encoder, only samples that have images for it count."""
 
@@ -97,6 +112,7 @@ class Surrogate:
         self.times = times
         self._sending_efficiency = link_efficiency if sending_efficiency is None else sending_efficiency
         self._images_s: dict[tuple[str, str, int, float], tuple[float, float]] = {}
+        self._of_replicas: dict[tuple[str, int], tuple[IntArray, FloatArray]] = {}
         self.chunks = slices.chunks
         # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
@@ -133,9 +149,30 @@ class Surrogate:
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
-        num_microbatches = self._workload.num_microbatches(columns.dp).astype(np.float64)
-        tokens = self._workload.fullest_tokens(columns.dp) / num_microbatches
-        return self.step_of(columns, num_microbatches, tokens, *self._stages_s(columns, tokens))
+        each = self.mean_microbatch(columns)
+        stages = self._stages_of(columns, each.layer, each.connector, each.head)
+        return self.step_of(columns, each.num_microbatches, each.tokens, *stages)
+
+    def mean_microbatch(self, columns: CandidateColumns) -> MeanMicrobatch:
+        """Return the mean microbatch of each backbone configuration; it depends on dp and tp alone."""
+        found = np.empty((5, len(columns)))
+        for tp in columns.tps:
+            at = columns.tp == tp
+            found[:, at] = self._microbatches_of(columns.device_type, tp, columns.dp[at])
+        return MeanMicrobatch(*found)
+
+    def _microbatches_of(self, device_type: str, tp: int, dp: IntArray) -> FloatArray:
+        """Columns of ``MeanMicrobatch``, ``[5, N]``, from a table of all dp that were asked for."""
+        known, table = self._of_replicas.get((device_type, tp), (np.zeros(0, dtype=np.int64), np.empty((5, 0))))
+        new = np.setdiff1d(dp, known)
+        if len(new):
+            count, times = self._workload.num_microbatches(new).astype(np.float64), self.times[device_type]
+            tokens = self._workload.fullest_tokens(new) / count
+            parts = (part(tokens, tp) for part in (times.layer_s, times.connector_s, times.head_s))
+            known, table = np.append(known, new), np.append(table, np.stack([count, tokens, *parts]), axis=1)
+            order = np.argsort(known)
+            known, table = self._of_replicas[device_type, tp] = known[order], table[:, order]
+        return table[:, np.searchsorted(known, dp)]
 
     def step_of(
         self,
@@ -233,28 +270,24 @@ class Surrogate:
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
 
-    def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
-        return self._stages_s(columns, tokens)[0]
-
-    def mean_stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Return seconds of forward and backward of one microbatch on a mean pipeline rank, ``[C]``."""
-        return self._stages_s(columns, tokens)[1]
-
-    def _stages_s(self, columns: CandidateColumns, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-        times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
-        depth = self._model.backbone.num_layers
-        slowest, mean = np.empty(len(columns)), np.empty(len(columns))
+    def stages_s(self, columns: CandidateColumns, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return seconds of forward and backward of one microbatch on the slowest and a mean pipeline rank, ``[C]``."""
+        times, parts = self.times[columns.device_type], np.empty((3, len(columns)))
         for tp in columns.tps:
             at = columns.tp == tp
-            layer = times.layer_s(tokens[at], tp)
-            connector, head = times.connector_s(tokens[at], tp), times.head_s(tokens[at], tp)
-            ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
-            alone = depth * layer + connector + head
-            slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
-            mean[at] = alone / columns.pp[at]
-        calls = calls_s(times, columns, self.chunks)
-        return slowest + calls, mean + calls
+            parts[:, at] = [part(tokens[at], tp) for part in (times.layer_s, times.connector_s, times.head_s)]
+        return self._stages_of(columns, *parts)
+
+    def _stages_of(
+        self, columns: CandidateColumns, layer: FloatArray, connector: FloatArray, head: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """As ``stages_s``, by the seconds of the parts of each one's microbatch."""
+        first, last, longest, _ = self._stages[columns.pp].T
+        ends = np.maximum(first * layer + connector, last * layer + head)
+        alone = self._model.backbone.num_layers * layer + connector + head
+        slowest = np.where(columns.pp == 1, alone, np.maximum(longest * layer, ends))
+        calls = calls_s(self.times[columns.device_type], columns, self.chunks)
+        return slowest + calls, alone / columns.pp + calls
 
     def images_in_ranks_s(self, device_type: str, encoder: str, tp: int, together: float) -> tuple[float, float]:
         """Return the mean and the least seconds of a sample's images, where ranks forward so many images at once."""

@@ -47,7 +47,7 @@ def test_chunks_divide_the_fill_and_multiply_the_transfers() -> None:
     for chunks, step in slots.items():
         asked, count = request(cluster(h200=64)), step.num_microbatches
         tokens = asked.workload.fullest_tokens(np.array([4])) / count
-        mean = count * surrogate(chunks).mean_stage_s(CandidateColumns.of(candidate), tokens)
+        mean = count * surrogate(chunks).stages_s(CandidateColumns.of(candidate), tokens)[1]
         others = (4 * mean - step.computing) / 3 + step.transfers + step.gathering
         assert step.fill == pytest.approx(3 / chunks / step.num_microbatches * others)
 

@@ -77,7 +77,7 @@ def test_pipeline_fill_is_that_of_1f1b() -> None:
     # 1,280 tokens per sample on average, 128 samples per replica, 8,192 * 0.97 per microbatch
     assert m == int(np.ceil(1280 * 128 / (8192 * 0.97)))
     columns, tokens = CandidateColumns.of(backbone(dp=2, pp=4)), workload().fullest_tokens(np.array([2])) / m
-    mean = m * surrogate(links=ENDLESS).mean_stage_s(columns, tokens)[0]
+    mean = m * surrogate(links=ENDLESS).stages_s(columns, tokens)[1][0]
     assert step.fill[0] * m == pytest.approx(4 * mean - step.computing[0])
     assert step.fill[0] * m <= 3 * step.computing[0]
 

@@ -136,10 +136,10 @@ def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateC
     more = np.ceil(mean - 1e-9) - mean
     for tp in columns.tps:
         of_tp = columns.tp == tp
-        for batch in np.unique(together[of_tp]).tolist():
-            at = of_tp & (together == batch)
-            each, least = surrogate.images_in_ranks_s(columns.device_type, name, tp, batch)
-            seconds[at] = mean[at] * each + more[at] * least
+        batches, which = np.unique(together[of_tp], return_inverse=True)
+        found = [surrogate.images_in_ranks_s(columns.device_type, name, tp, each) for each in batches.tolist()]
+        each, least = np.array(found).T[:, which]
+        seconds[of_tp] = mean[of_tp] * each + more[of_tp] * least
     return seconds
 
 

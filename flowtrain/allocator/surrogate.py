@@ -163,16 +163,20 @@ class Surrogate:
 
     def _microbatches_of(self, device_type: str, tp: int, dp: IntArray) -> FloatArray:
         """Columns of ``MeanMicrobatch``, ``[5, N]``, from a table of all dp that were asked for."""
-        known, table = self._of_replicas.get((device_type, tp), (np.zeros(0, dtype=np.int64), np.empty((5, 0))))
-        new = np.setdiff1d(dp, known)
-        if len(new):
+        none = np.array([0]), np.zeros((5, 1))  # no configuration has 0 replicas
+        known, table = self._of_replicas.get((device_type, tp), none)
+        at = np.searchsorted(known, dp)
+        is_new = known[np.minimum(at, len(known) - 1)] != dp
+        if is_new.any():
+            new = np.unique(dp[is_new])
             count, times = self._workload.num_microbatches(new).astype(np.float64), self.times[device_type]
             tokens = self._workload.fullest_tokens(new) / count
             parts = (part(tokens, tp) for part in (times.layer_s, times.connector_s, times.head_s))
             known, table = np.append(known, new), np.append(table, np.stack([count, tokens, *parts]), axis=1)
             order = np.argsort(known)
             known, table = self._of_replicas[device_type, tp] = known[order], table[:, order]
-        return table[:, np.searchsorted(known, dp)]
+            at = np.searchsorted(known, dp)
+        return table[:, at]
 
     def step_of(
         self,

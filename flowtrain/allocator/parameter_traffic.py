@@ -123,10 +123,18 @@ class ParameterTraffic:
     def reducing_s(
         self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, held: StageParameters
     ) -> FloatArray:
-        """Return seconds of a step's reductions that no backward hides, ``[C]``.
+        """Return seconds of a step's reductions that no backward hides, ``[C]``; of one replica, of its copies.
 
-        Replicas under hybrid sharding sum their shards with the last microbatch only.
+        Replicas under hybrid sharding sum their shards with the last microbatch only. Copies are made in a step's first
+        forward and last backward, for which each pipeline rank waits for the one before.
         """
+        copying = self._times[columns.device_type].ends_s(held.total)
+        summing = self._summing_s(columns, stage, num_microbatches, held)
+        return summing if copying is None else summing + np.where(columns.dp == 1, columns.pp * copying, 0.0)
+
+    def _summing_s(
+        self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, held: StageParameters
+    ) -> FloatArray:
         if (measured := self._measured_s(columns, held)) is not None:
             each = False if columns.reduces_each is None else columns.reduces_each
             return np.where(each, num_microbatches, 1.0) * measured[1]

@@ -21,7 +21,7 @@ from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profiled_times import CPU
-from flowtrain.costs.training_setup import TrainingSetup
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 
 BACKBONE = "backbone"
@@ -213,13 +213,11 @@ class Surrogate:
         stage: seconds of all layers, head and connector there. held: parameters of the fullest rank; None:
         those of the backbone.
         """
-        device, pp, tp = self._cluster[columns.device_type], columns.pp, columns.tp
+        pp, tp = columns.pp, columns.tp
         sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
         if self._setup.sequence_parallel:
             sent = sent / tp
-        # A rank sends over its own link, whoever else is in its node.
-        link = np.where(pp * tp <= device.devices_per_node, device.links.node, device.links.network)
-        transfer = self.chunks * sent / (link * self._sending_efficiency)
+        transfer = self.chunks * sent / self._sending(columns)
         held = self.traffic.parameters(columns) if held is None else held
         gathering = self.traffic.gathering_s(columns, stage, held)
         return SlotTime(stage, transfer, gathering, self._offloading_s(columns, stage, tokens))
@@ -245,9 +243,20 @@ class Surrogate:
         return self.traffic.shards(columns)
 
     def optimizer_s(self, columns: CandidateColumns, held: StageParameters | None = None) -> FloatArray:
-        """Return seconds of a step's clipping and update, ``[C]``."""
+        """Return seconds of a step's clipping and update, ``[C]``, and of the exchange of a tied table's gradients."""
         held = self.traffic.parameters(columns) if held is None else held
-        return self.times[columns.device_type].step_s(held.trained / self.traffic.shards(columns))
+        shards, backbone = self.traffic.shards(columns), self._model.backbone
+        update = self.times[columns.device_type].step_s(held.trained / shards)
+        if not backbone.tied_embeddings or not self._model.trained_share:
+            return update
+        nbytes = FLOAT32_NBYTES * backbone.head_parameters / columns.tp / shards
+        return update + np.where(columns.pp > 1, nbytes / self._sending(columns), 0.0)
+
+    def _sending(self, columns: CandidateColumns) -> FloatArray:
+        """Bytes/s from a pipeline rank to another; each has its own link, whoever else is in its node."""
+        device = self._cluster[columns.device_type]
+        inside = columns.pp * columns.tp <= device.devices_per_node
+        return np.where(inside, device.links.node, device.links.network) * self._sending_efficiency
 
     def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
         """Seconds of a microbatch's copies that its forward and its backward do not hide."""

@@ -62,6 +62,8 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
             yield _strategies(f"a layer of encoders.{name}", strategies)
     steps, share = profile.steps, profile.forward_share
     forward = "" if share is None else f"; forwards take {share:.0%} of a layer's time"
+    at_ends = f"{1e3 * steps.ends_s:.3g} ms and {1e9 * steps.ends_parameter_s:.3g} ns a parameter"
+    ends = f"; {at_ends} in the first forward and the last backward" if steps.ends_s or steps.ends_parameter_s else ""
     images = [
         (
             f"an image for {name}",
@@ -72,7 +74,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     rest = [
         ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector{forward}"),
         *_between_ranks(steps),
-        ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
+        ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter{ends}"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
     ]

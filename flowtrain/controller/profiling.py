@@ -232,6 +232,7 @@ class _Measured:
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
             connector_rows={tp: times.vision_tokens for tp, times in self._backbones.items()},
+            embeddings={tp: LengthTable(tokens, times.embeddings_s) for tp, times in self._backbones.items()},
             attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
             losses={
                 tp: LossCosts(times.target_s, times.targets, times.further_s) for tp, times in self._backbones.items()
@@ -275,7 +276,16 @@ class _Measured:
         microbatch_s = alone.assembling_s + MICROBATCH_CALLS * self._call_s if self._on_cpu else 0.0
         step_s = alone.step_s + REPLICA_CALLS * self._call_s
         two = self._of_two
-        return StepCosts(step_s, microbatch_s, alone.parameter_s, two.messages_s, two.launch_s)
+        return StepCosts(
+            step_s,
+            microbatch_s,
+            alone.parameter_s,
+            two.messages_s,
+            ends_s=alone.ends_s,
+            ends_parameter_s=alone.ends_parameter_s,
+            ends_forward_share=alone.ends_forward_share,
+            launch_s=two.launch_s,
+        )
 
 
 def _strategies(found: Mapping[str, LayerTimes]) -> Strategies:

@@ -40,6 +40,10 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         assembling_s=mean("assembling_s"),
         step_s=mean("step_s"),
         parameter_s=mean("parameter_s"),
+        embeddings_s=each("embeddings_s"),
+        ends_s=mean("ends_s"),
+        ends_parameter_s=mean("ends_parameter_s"),
+        ends_forward_share=mean("ends_forward_share"),
         square_s=mean("square_s"),
         squares=times[0].squares,
         target_s=mean("target_s"),
@@ -66,10 +70,9 @@ def _mean_layers(found: Sequence[Mapping[str, LayerTimes]]) -> dict[str, LayerTi
 
 def mean_steps(steps: Sequence[ReplicaSteps]) -> ReplicaSteps:
     """Return the means of the steps' times."""
-    (few, many), (shallow, deep) = (
-        np.mean([getattr(one, name) for one in steps], axis=0).tolist() for name in ("microbatch_s", "beside_s")
-    )
-    return replace(steps[0], microbatch_s=(few, many), beside_s=(shallow, deep))
+    names = ("microbatch_s", "beside_s", "first_s", "last_s")
+    means = {name: np.mean([getattr(one, name) for one in steps], axis=0).tolist() for name in names}
+    return replace(steps[0], **{name: (shallow, deep) for name, (shallow, deep) in means.items()})
 
 
 def mean_encoder(times: Sequence[EncoderTimes]) -> EncoderTimes:

@@ -24,6 +24,7 @@ from flowtrain.costs.operators import OperatorRules
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
+from flowtrain.costs.rank_memory import trains_embedding
 from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
@@ -165,11 +166,11 @@ class ActionTimes:
         """Return ``forward_s`` and ``backward_s`` of each microbatch, ``[M]``."""
         if stage.recomputed is not None:
             return self._recomputing_s(stage, works)
-        total, head = self._total_s(stage, works)
+        total, head, embedding = self._total_s(stage, works)
         times = self.times.of_any_data
         share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else times.forward_share
         forward = share * total + times.head_forward_share * head
-        backward = total + head - forward
+        backward = total + head - forward + embedding
         if not stage.has_backward:
             forward = total + head
         copying = (self._copying_s(stage, works, each) for each in (forward, backward))
@@ -189,20 +190,20 @@ class ActionTimes:
         setup = replace(self.times.setup, activation_checkpointing="none", encoder_checkpointing=None)
         return replace(self, times=replace(self.times, setup=setup))
 
-    def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray]:
-        """Seconds of both passes without the head, and of the head, ``[M]``."""
-        tp = self.degrees.tp
+    def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Seconds of both passes without head and embedding, of the head, and of the embedding's gradient, ``[M]``."""
+        tp, none = self.degrees.tp, np.zeros(len(works))
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]
             together = np.repeat(works.num_images, works.num_images).astype(np.float64)
             images = self.times.each_image_s(stage.encoder, works.patches, tp, together=together)
-            return works.of_images(images) * stage.num_layers / spec.num_layers, np.zeros(len(works))
+            return works.of_images(images) * stage.num_layers / spec.num_layers, none, none
         times = self.times.of_any_data
         seconds = times.microbatches_s(works, tp)
         total = stage.num_layers * seconds.layer
         if stage.is_first:
             total = total + seconds.connector
-        return total, seconds.head if stage.is_last else np.zeros(len(works))
+        return total, seconds.head if stage.is_last else none, seconds.embedding if stage.is_first else none
 
     @cached_property
     def microbatch_s(self) -> float:
@@ -284,11 +285,33 @@ class ActionTimes:
         width = spec.hidden_size * spec.levels
         return self.times.setup.dtype_nbytes * width / self._sending()
 
+    def ends_s(self, stage: StageWork) -> tuple[float, float]:
+        """Return seconds that a step's first forward and last backward of a stage take more than its others.
+
+        Of several replicas they are in the collectives.
+        """
+        times, parameters = self.times.of_any_data, self.sharded_parameters(stage).total
+        found = times.ends_s(np.array([parameters])) if self.degrees.dp == 1 and parameters else None
+        if found is None:
+            return 0.0, 0.0
+        forward = times.ends_forward_share * float(found[0])
+        return forward, float(found[0]) - forward if stage.has_backward else 0.0
+
     def optimizer_s(self, stages: Sequence[StageWork]) -> float:
-        """Return seconds of the update on a rank with these stages."""
+        """Return seconds of the update on a rank with these stages, and of what comes before it."""
         held = [self.parameters(stage) for stage in stages if stage.has_backward]
         parameters = sum(each.trained_share * each.total for each in held)
-        return float(self.times.of_any_data.step_s(np.array([parameters / self.shard_size]))[0])
+        update = float(self.times.of_any_data.step_s(np.array([parameters / self.shard_size]))[0])
+        return update + self._tied_s([stage for stage in stages if stage.encoder is None])
+
+    def _tied_s(self, stages: Sequence[StageWork]) -> float:
+        """Seconds in which the first and the last rank exchange the gradients of a table that both have."""
+        backbone = self.times.model.backbone
+        has_one = any(stage.is_first for stage in stages) != any(stage.is_last for stage in stages)
+        if not (backbone.tied_embeddings and has_one and trains_embedding(backbone)) or "backbone" in self.times.freeze:
+            return 0.0
+        nbytes = FLOAT32_NBYTES * backbone.head_parameters / self.degrees.tp / self.shard_size
+        return nbytes / self._sending()
 
     def parameters(self, stage: StageWork) -> StageParameters:
         """Return a stage's parameters on a device before data parallel sharding."""

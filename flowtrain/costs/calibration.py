@@ -42,7 +42,7 @@ class Calibration:
     encoders: dict[str, _Factor] | None = None
     """Of encode batches, by encoder; None: of all 1."""
     collectives: _Factor = 1.0
-    """Of what computing does not hide of gathers and reductions over replicas."""
+    """Of what computing does not hide of gathers and reductions over replicas, or, of one replica, of its copies."""
     optimizer: _Factor = 1.0
     step_host_s: _Amount | None = None
     """Seconds of a step in which a mean replica neither computes nor waits for data; None if they are not known."""
@@ -159,7 +159,7 @@ class CalibratedTimes:
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
         """As ``ModuleTimes``."""
         found, by = self._base.microbatches_s(works, tp), self._by.backbone
-        return MicrobatchSeconds(by * found.layer, by * found.head, by * found.connector)
+        return MicrobatchSeconds(by * found.layer, by * found.head, by * found.connector, by * found.embedding)
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -200,6 +200,16 @@ class CalibratedTimes:
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; once a step, where it happens, the host's work."""
         return self._by.optimizer * self._base.step_s(num_parameters) + (self._by.step_host_s or 0.0)
+
+    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+        """As ``ModuleTimes``; by the factor of collectives, which happen there."""
+        found = self._base.ends_s(parameters)
+        return None if found is None else self._by.collectives * found
+
+    @property
+    def ends_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._base.ends_forward_share
 
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""

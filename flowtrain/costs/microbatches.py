@@ -66,3 +66,5 @@ class MicrobatchSeconds:
     """Of one decoder layer."""
     head: FloatArray
     connector: FloatArray
+    embedding: FloatArray
+    """Of its gradient, where that is not in the head's time."""

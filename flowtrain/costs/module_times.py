@@ -24,7 +24,10 @@ class ModuleTimes(Protocol):
         ...
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
-        """Return seconds of the connector over the microbatch's vision tokens, ``[N]``."""
+        """Return seconds of the connector over the microbatch's vision tokens and of the embedding's gradient, ``[N]``.
+
+        The latter is 0 where it is in the head's time.
+        """
         ...
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
@@ -75,6 +78,18 @@ class ModuleTimes(Protocol):
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
+        ...
+
+    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+        """Return seconds that a step's first forward and last backward take more than others, ``[N]``.
+
+        parameters: of a rank that shares them with none; their copies are made there. None: nothing was measured.
+        """
+        ...
+
+    @property
+    def ends_forward_share(self) -> float:
+        """Share of the forward in ``ends_s``."""
         ...
 
     def slowdown(self, encoder: str) -> float | None:

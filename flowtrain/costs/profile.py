@@ -137,6 +137,12 @@ class StepCosts:
     """Per step and parameter that the device clips and updates."""
     messages_s: _Amount = 0.0
     """Per microbatch, on each rank of a replica of several: what the leader tells them, and whether all could read."""
+    ends_s: _Amount = 0.0
+    """Per step of a replica that shares nothing: its first forward and its last backward, beyond others."""
+    ends_parameter_s: _Amount = 0.0
+    """Likewise, per parameter of the device."""
+    ends_forward_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of the forward in both."""
     launch_s: _Amount = 0.0
     """Per transfer between pipeline ranks, at each end, whatever its size: to start it and to wait for it."""
 
@@ -175,6 +181,8 @@ class Profile:
     """Over the vision tokens of a microbatch of that many tokens; by tensor parallel degree."""
     connector_rows: dict[_Size, tuple[_Amount, ...]] = field(default_factory=dict)
     """These vision tokens, by tensor parallel degree; empty: as many as the data has on average."""
+    embeddings: dict[_Size, LengthTable] = field(default_factory=dict)
+    """Of the embedding's gradient; by tensor parallel degree. Empty: it is in ``heads``."""
     attention: dict[_Size, AttentionCosts] = field(default_factory=dict)
     """The part of ``layers`` that depends on how long sub-sequences are; by tensor parallel degree."""
     losses: dict[_Size, LossCosts] = field(default_factory=dict)

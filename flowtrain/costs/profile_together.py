@@ -130,10 +130,12 @@ def line_through(numbers: Sequence[float], seconds: Sequence[float]) -> tuple[fl
 def replica_costs(alone: ReplicaSteps, shared: ReplicaSteps, step_s: float, parameter_s: float) -> ReplicaCosts:
     """Return what two ranks pay for sharing parameters, from the same steps of one rank alone and of both.
 
-    step_s, parameter_s: of a step alone, as in ``StepCosts``; each of both updates half of the parameters.
+    step_s, parameter_s: of a step alone, as in ``StepCosts``; each of both updates half of the parameters. What the
+    ends of a step take more belongs to the sharing.
     """
     numbers = shared.num_parameters
     gathering = [both - one for one, both in zip(alone.microbatch_s, shared.microbatch_s, strict=True)]
     updates = [step_s + parameter_s * number / 2.0 for number in numbers]
-    reducing = [both - one for one, both in zip(updates, shared.beside_s, strict=True)]
+    around = [beside + ends for beside, ends in zip(shared.beside_s, shared.ends_s, strict=True)]
+    reducing = [both - one for one, both in zip(updates, around, strict=True)]
     return ReplicaCosts(*line_through(numbers, gathering), *line_through(numbers, reducing))

@@ -111,11 +111,13 @@ class ProfileTimes:
             self._layers_s(tokens, works.squares, tp),
             self._heads_s(tokens, works.target_tokens, tp),
             self._connectors_s(tokens, works.vision_tokens, tp),
+            self._embeddings_s(tokens, tp),
         )
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._connectors_s(num_tokens, self._workload.vision_share * num_tokens, tp)
+        connecting = self._connectors_s(num_tokens, self._workload.vision_share * num_tokens, tp)
+        return connecting + self._embeddings_s(num_tokens, tp)
 
     def _connectors_s(self, num_tokens: FloatArray, num_rows: FloatArray, tp: int) -> FloatArray:
         tables = self._profile.connectors
@@ -125,6 +127,10 @@ class ProfileTimes:
             return seconds
         of_measured = measured_amounts(tables[measured].num_tokens, num_tokens, rows)
         return seconds * np.divide(num_rows, of_measured, out=np.zeros_like(seconds), where=of_measured > 0.0)
+
+    def _embeddings_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        tables = self._profile.embeddings
+        return _scaled(tables, num_tokens, tp, _nothing) if tables else np.zeros_like(num_tokens)
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``; an actor's batches are as large as ``max_batch_patches`` allows."""
@@ -192,6 +198,15 @@ class ProfileTimes:
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``."""
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
+
+    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.ends_s + self._profile.steps.ends_parameter_s * parameters
+
+    @property
+    def ends_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.ends_forward_share
 
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""

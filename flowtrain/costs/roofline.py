@@ -89,6 +89,7 @@ class Roofline:
             self._layers_s(works.num_tokens, works.squares, tp),
             self._heads_s(works.num_tokens, works.target_tokens, tp),
             self._connectors_s(works.vision_tokens, tp),
+            np.zeros_like(works.num_tokens),
         )
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
@@ -157,6 +158,15 @@ class Roofline:
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""
         return None
+
+    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+        """As ``ModuleTimes``."""
+        return None
+
+    @property
+    def ends_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return 0.0
 
     @property
     def collectives(self) -> float:

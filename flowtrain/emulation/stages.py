@@ -95,6 +95,8 @@ class EmulatedStages:
         if action.microbatch not in self._fetched:
             self._fetched.add(action.microbatch)
             seconds += self._times.microbatch_s
+        if key not in self._gathered:
+            seconds += self._times.ends_s(self._works[key])[0]
         gathers = self._times.gathers_parameters(self._works[key])
         gathers = gathers and (self._gathers_each or key not in self._gathered)
         self._gathered.add(key)
@@ -105,6 +107,7 @@ class EmulatedStages:
         """See ``StageRuntime``; gathers and sums that take longer than the backward are waited for."""
         at, work = self.clock.now(), self._works[action.module, action.stage]
         seconds = self._times.backward_s(work, self._microbatch_work(action, microbatch))
+        seconds += self._times.ends_s(work)[1] if is_last else 0.0
         gathers, reduces = self._times.gathers and self._gathers_each, is_last or self._reduces_each
         exposed = self._times.gather_s(work, seconds, of_backward=True) if gathers else 0.0
         if reduces and self._degrees.dp > 1:

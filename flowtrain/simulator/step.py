@@ -159,11 +159,15 @@ class StepSimulator:
         return np.where(columns.is_backward, backward[at], forward[at])
 
     def exposed_s(self, stage: Stage, columns: Computations | Passes, computing: FloatArray) -> FloatArray:
-        """Return seconds of collectives that a stage's computations do not hide, ``[C]``; computing: of each."""
+        """Return seconds of collectives that a stage's computations do not hide, ``[C]``; computing: of each.
+
+        One replica alone has copies of its parameters and gradients instead.
+        """
         times, meets, work = self.times, self._meets, self._work(stage)
         exposed = np.zeros_like(computing)
         if times.degrees.dp == 1:
-            return exposed
+            of_forward, of_backward = times.ends_s(work)
+            return columns.is_first * of_forward + (columns.is_backward & columns.is_last) * of_backward
         reduced = columns.is_backward & (columns.is_last | meets.reduces_each)
         if (measured := self._measured_s(stage)) is not None:
             gathering, reducing = measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -31,7 +31,7 @@ from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
 
-WARMUP_STEPS, MEASURED_STEPS = 1, 6
+WARMUP_STEPS, MEASURED_STEPS = 1, 12
 FEW_STEPS, SHORT_STEPS = 3, 20
 """Measured steps where one length alone is measured, and where that is the shortest."""
 STRATEGIES = {
@@ -70,11 +70,12 @@ def num_layers_of(config: RunConfig, num_layers: int) -> int:
 
 
 class BackboneProfiler:
-    """Runs steps of a shallow model in three kinds: with all its layers, with one layer, with one and without images.
+    """Runs steps of a shallow model in four kinds: with all its layers; with one layer; without images, too; and, in
+    addition, without a gradient of the embedding.
 
-    A layer's time is the difference of the first two kinds, the connector's that of the last two; the head's is the
-    rest. Each step runs all lengths in the middle, and one more microbatch before and after them: FSDP gathers with the
-    first microbatch and reduces with the last, and these costs belong to the step.
+    The differences of each kind and the next are the times of layers, of the connector and of the embedding's gradient;
+    the head's is the rest. Each step runs all lengths in the middle, and one more microbatch before and after them:
+    FSDP gathers with the first microbatch and reduces with the last, and these costs belong to the step.
     """
 
     def __init__(
@@ -94,28 +95,38 @@ class BackboneProfiler:
 
         Such a group's ``step_s`` and ``parameter_s`` are 0: those of one rank are known.
         """
-        kinds = {"deep": (len(self._layers), True), "one": (1, True), "blind": (1, False)}
+        kinds = {"deep": (len(self._layers), True, True), "one": (1, True, True), "blind": (1, False, True)}
+        trains_embedding = any(each.requires_grad for each in self._embedding.parameters())
+        if trains_embedding:
+            kinds["cut"] = (1, False, False)
         batches = {
             sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
         }
         found: dict[str, list[_Step]] = {kind: [] for kind in kinds}
         for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            for kind, (num_layers, sees) in kinds.items():
-                step = self._step(num_layers, batches[sees][number % len(mixes)])
+            for kind, (num_layers, sees, embeds) in kinds.items():
+                with nullcontext() if embeds else _without_gradient(self._embedding):
+                    step = self._step(num_layers, batches[sees][number % len(mixes)])
                 if number >= WARMUP_STEPS:
                     found[kind].append(step)
         seconds = {kind: np.array([step.microbatches_s for step in steps]) for kind, steps in found.items()}
         # Differences within a round come before the median: a round has the same mix.
         connectors = np.median(seconds["one"] - seconds["blind"], axis=0).clip(0.0)
+        embeddings = np.zeros_like(connectors)
+        if trains_embedding:
+            embeddings = np.median(seconds["blind"] - seconds["cut"], axis=0).clip(0.0)
         depth, deep = len(self._layers), np.median(seconds["deep"], axis=0)
         layers = np.median(seconds["deep"] - seconds["one"], axis=0) / (depth - 1)
         # The parts must add up to the measured whole, also if noise would make the head's time negative.
         layers = np.minimum(layers, (deep - connectors) / depth)
-        heads = deep - depth * layers - connectors
-        step_s = parameter_s = 0.0
+        embeddings = np.minimum(embeddings, _MOST_SHARE * (deep - depth * layers - connectors))
+        heads = deep - depth * layers - connectors - embeddings
+        step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = 0.0
         if self._group.degrees.tp == 1:
             short = self.replica_steps([by_length[0] for by_length in mixes])
             step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
+            ends_s, ends_parameter_s = line_through(short.num_parameters, short.ends_s)
+            ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
@@ -131,6 +142,10 @@ class BackboneProfiler:
             assembling_s=self._assembling_s(longest),
             step_s=step_s,
             parameter_s=parameter_s,
+            embeddings_s=_positive(embeddings),
+            ends_s=ends_s,
+            ends_parameter_s=ends_parameter_s,
+            ends_forward_share=ends_forward_share,
             square_s=self._square_s(longest[0]),
             squares=tuple(np.mean(squares, axis=0).tolist()),
             target_s=target_s,
@@ -228,7 +243,13 @@ class BackboneProfiler:
             return shallow, deep
 
         numbers = (self._num_parameters(1), self._num_parameters(len(self._layers)))
-        return ReplicaSteps(numbers, medians(lambda step: step.microbatches_s[0]), medians(lambda step: step.beside_s))
+        return ReplicaSteps(
+            numbers,
+            medians(lambda step: step.microbatches_s[0]),
+            medians(lambda step: step.beside_s),
+            medians(lambda step: step.first_s),
+            medians(lambda step: step.last_s),
+        )
 
     def piece(self, mix: Sequence[PlannedSample]) -> Callable[[], object]:
         """Return a call that runs a whole step of two equal microbatches."""
@@ -245,7 +266,10 @@ class BackboneProfiler:
             [each[number] for number in range(1, len(ends) - 1)] for each in (runtime.forward_s, runtime.backward_s)
         )
         microbatches_s = [sum(passes) for passes in zip(forwards_s, backwards_s, strict=True)]
-        return _Step(microbatches_s, forwards_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
+        # The last one in the middle is the same microbatch as those at the ends.
+        first_s, last_s = runtime.forward_s[0] - forwards_s[-1], runtime.backward_s[len(ends) - 1] - backwards_s[-1]
+        beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - first_s - last_s
+        return _Step(microbatches_s, forwards_s, beside_s, first_s, last_s)
 
     def _run(self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> _TimedStages:
         """Run a step; returns what timed it. memory: of all layers; None: as configured."""
@@ -283,6 +307,11 @@ class BackboneProfiler:
             loss_normalization="token",
             device=self._group.device,
         )
+
+    @property
+    def _embedding(self) -> nn.Module:
+        embedding: nn.Module = self._module.language_model.get_input_embeddings()
+        return embedding
 
     @property
     def _feature_dim(self) -> int:
@@ -334,7 +363,11 @@ class _Step:
     forwards_s: list[float]
     """Of their forwards."""
     beside_s: float
-    """Of the step without any of its microbatches."""
+    """Of the step without any of its microbatches, and without what its ends take more."""
+    first_s: float
+    """Of its first forward, beyond the same microbatch's in the middle."""
+    last_s: float
+    """Of its last backward, likewise."""
 
 
 class _TimedStages:
@@ -396,6 +429,20 @@ def _only_layers(module: Backbone, layers: Sequence[nn.Module]) -> Iterator[None
         yield
     finally:
         base.layers = whole
+
+
+@contextmanager
+def _without_gradient(module: nn.Module) -> Iterator[None]:
+    """Let no gradient reach a module, while what comes after it computes one for its output."""
+
+    def cut(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+        return output.detach().requires_grad_()
+
+    handle = module.register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _plan_of(batches: Sequence[PackedBatch], step: int, dp: int) -> StepPlan:

@@ -49,6 +49,14 @@ class BackboneTimes:
     """Each step, in addition to its microbatches; does not depend on the model's size."""
     parameter_s: float
     """Each step, per parameter that the device clips and updates."""
+    embeddings_s: tuple[float, ...] = ()
+    """The gradient of the embedding; ``[N]``, or none."""
+    ends_s: float = 0.0
+    """Each step, its first forward and its last backward beyond others; does not depend on the model's size."""
+    ends_parameter_s: float = 0.0
+    """Likewise, per parameter."""
+    ends_forward_share: float = 0.0
+    """Of the forward in both."""
     square_s: float = 0.0
     """Attention in one decoder layer, forward and backward with recomputation, per squared token of a sub-sequence."""
     squares: tuple[float, ...] = ()
@@ -94,7 +102,17 @@ class ReplicaSteps:
     microbatch_s: tuple[float, float]
     """A short microbatch in the middle of a step."""
     beside_s: tuple[float, float]
-    """A step, in addition to its microbatches."""
+    """A step, in addition to its microbatches and to what its ends take more."""
+    first_s: tuple[float, float] = (0.0, 0.0)
+    """Its first forward, beyond one in the middle."""
+    last_s: tuple[float, float] = (0.0, 0.0)
+    """Its last backward, likewise."""
+
+    @property
+    def ends_s(self) -> tuple[float, float]:
+        """Its first forward and its last backward, beyond those in the middle."""
+        (first, first_deep), (last, last_deep) = self.first_s, self.last_s
+        return first + last, first_deep + last_deep
 
 
 @dataclass(frozen=True, slots=True)

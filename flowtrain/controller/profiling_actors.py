@@ -14,6 +14,7 @@ from flowtrain.actors.link import RayLink
 from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
+from flowtrain.controller.memory_env import memory_options
 from flowtrain.errors import FlowTrainError, ResourceError
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import CallTimes
@@ -42,6 +43,7 @@ class Profilers:
                         "scheduling_strategy": PlacementGroupSchedulingStrategy(
                             group, placement_group_bundle_index=0 if on_one else index
                         ),
+                        **(memory_options() if self.kind == "CPU" else {}),
                     }
                     actors.append(remote.options(**options).remote(self._config, rank, degrees))
                 yield actors

@@ -25,6 +25,7 @@ from flowtrain.actors.link import RayLink
 from flowtrain.config.model import BackboneConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.actor_specs import ActorSpec, bundle_indices
+from flowtrain.controller.memory_env import memory_options
 from flowtrain.controller.shard_groups import shard_size_of
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError, StallError
@@ -271,6 +272,8 @@ def _options(
         options["num_cpus"] = spec.plan.num_cpus
         if spec.plan.num_devices:
             options["num_gpus"] = spec.plan.num_devices
+        elif spec.role is not Role.FEEDER and config.emulation is None:
+            options |= memory_options()
         if group is not None:
             # An actor without its own bundle (a feeder) still belongs on a node of the others.
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)

@@ -31,7 +31,9 @@ from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
 
-WARMUP_STEPS, MEASURED_STEPS = 1, 12
+WARMUP_STEPS, MEASURED_STEPS = 1, 6
+MOST_STEPS, ENOUGH_S = 20, 60.0
+"""Rounds over all lengths that one rank alone measures, as long as they do not take longer than that."""
 FEW_STEPS, SHORT_STEPS = 3, 20
 """Measured steps where one length alone is measured, and where that is the shortest."""
 STRATEGIES = {
@@ -103,7 +105,7 @@ class BackboneProfiler:
             sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
         }
         found: dict[str, list[_Step]] = {kind: [] for kind in kinds}
-        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+        for number in self._rounds():
             for kind, (num_layers, sees, embeds) in kinds.items():
                 with nullcontext() if embeds else _without_gradient(self._embedding):
                     step = self._step(num_layers, batches[sees][number % len(mixes)])
@@ -156,6 +158,14 @@ class BackboneProfiler:
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=_share(head_forward_s, float(heads[-1])),
         )
+
+    def _rounds(self) -> Iterator[int]:
+        """Number rounds; ranks of a group, whose clocks differ, have the fewest."""
+        started_s, most = self._now_s(), MOST_STEPS if self._group.world_size == 1 else MEASURED_STEPS
+        for number in range(WARMUP_STEPS + most):
+            if number >= WARMUP_STEPS + MEASURED_STEPS and self._now_s() - started_s > ENOUGH_S:
+                return
+            yield number
 
     def _square_s(self, mix: Sequence[PlannedSample]) -> float:
         """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens."""

@@ -31,7 +31,13 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.initial_weights import materialize
 from flowtrain.training import profile_backbone, profile_pieces
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.training.profile_backbone import STRATEGIES, BackboneProfiler, _with_one_word, num_layers_of
+from flowtrain.training.profile_backbone import (
+    STRATEGIES,
+    BackboneProfiler,
+    _with_one_word,
+    _without_gradient,
+    num_layers_of,
+)
 from flowtrain.training.profile_encoder import measure_encoder_layers
 from flowtrain.training.profile_pieces import Pieces
 from flowtrain.types.plan import Degrees
@@ -50,6 +56,7 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def profiler(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Profiler]:
     monkeypatch.setattr(profile_backbone, "MEASURED_STEPS", 2)
+    monkeypatch.setattr(profile_backbone, "MOST_STEPS", 3)
     monkeypatch.setattr(profile_backbone, "SHORT_STEPS", 2)
     threads = torch.get_num_threads()
     found = Profiler(config, 0, Degrees())
@@ -73,7 +80,9 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     for seconds in (times.layers_s, times.heads_s, times.connectors_s):
         assert len(seconds) == len(lengths)
     assert all(0 < each < 60 for table in (times.layers_s, times.heads_s, times.connectors_s) for each in table)
-    for amount in (times.assembling_s, times.step_s, times.parameter_s):
+    assert len(times.embeddings_s) == len(lengths) and all(0 < each < 60 for each in times.embeddings_s)
+    assert 0.0 <= times.ends_forward_share <= 1.0
+    for amount in (times.assembling_s, times.step_s, times.parameter_s, times.ends_s, times.ends_parameter_s):
         assert amount >= 0 and math.isfinite(amount)
     assert times.target_s >= 0.0 and times.further_s >= 0.0 and len(times.targets) == len(lengths)
     assert 0 < times.targets[0] <= times.targets[-1] < lengths[-1]
@@ -157,6 +166,16 @@ def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler,
     assert measuring._num_parameters(3) == whole > measuring._num_parameters(1)
 
 
+def test_an_embedding_without_a_gradient_hands_one_to_nobody() -> None:
+    embedding = torch.nn.Embedding(5, 2)
+    with _without_gradient(embedding):
+        output = embedding(torch.tensor([1, 3]))
+        output.sum().backward()
+    assert embedding.weight.grad is None and output.grad is not None, "what follows computes its own"
+    embedding(torch.tensor([1])).sum().backward()
+    assert embedding.weight.grad is not None
+
+
 def test_devices_side_by_side_count_as_the_slowest_and_their_times_as_means() -> None:
     devices = [DeviceReport("cpu", flops, 100, 10.0, None) for flops in (3e9, 2e9)]
     facts = slowest_facts(devices, devices_per_node=3)
@@ -164,9 +183,11 @@ def test_devices_side_by_side_count_as_the_slowest_and_their_times_as_means() ->
     encoders = [EncoderTimes((4, 8), (1,), ((each,), (2 * each,)), each) for each in (1.0, 3.0)]
     assert mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
     backbones = [
-        BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0, forward_share=each / 4.0) for each in (1.0, 2.0)
+        BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0, (each,), each, forward_share=each / 4.0)
+        for each in (1.0, 2.0)
     ]
-    assert mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0, forward_share=0.375)
+    mean = BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0, (1.5,), 1.5, forward_share=0.375)
+    assert mean_backbone(backbones) == mean
 
 
 def test_a_shallow_model_is_the_runs_own_but_for_its_depth(config: RunConfig) -> None:

@@ -90,6 +90,19 @@ def test_actors_are_spawned_by_name_in_the_runs_namespace(config: RunConfig, act
     assert list(workers.of_role(Role.BACKBONE)) == NAMES[2:4]
 
 
+def test_actors_that_compute_on_a_cpu_keep_their_memory(
+    config: RunConfig, actors: FakeActors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group_module, "memory_options", lambda: {"runtime_env": "keeps"})
+    start(config)
+    keeping = [options["name"] for _, options, _ in actors.spawned if options.get("runtime_env") == "keeps"]
+    assert keeping == NAMES[:-1], "a feeder decodes in many threads"
+    actors.spawned.clear()
+    specs = actor_specs_of(fixed_plan(config))
+    start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
+    assert not any("runtime_env" in options for _, options, _ in actors.spawned), "an accelerator's memory is torch's"
+
+
 def test_the_ranks_of_a_tensor_parallel_group_share_a_bundle(config: RunConfig, actors: FakeActors) -> None:
     backbone = config.backbone.model_copy(update={"tensor_parallel_size": 2})
     specs = actor_specs_of(fixed_plan(config.model_copy(update={"backbone": backbone})).without_devices())

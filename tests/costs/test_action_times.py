@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +16,10 @@ from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.load import load_config
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes, StageWork
+from flowtrain.costs.calibration import Calibration
 from flowtrain.costs.microbatches import MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
+from flowtrain.costs.profile import LengthTable
 from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.trained import with_frozen_modules
 from flowtrain.types.plan import Degrees
@@ -101,6 +104,58 @@ def test_a_profile_tells_how_much_of_layers_and_head_is_forward() -> None:
     assert layers == pytest.approx(measured_layers) and head == pytest.approx(measured_head)
     shares = [forward / (forward + backward) for forward, backward in passes]
     assert shares == pytest.approx([1.0 / 3.0, 1.0 / 3.0, 0.4, 0.9])
+
+
+def test_the_embeddings_gradient_is_in_the_first_stages_backward() -> None:
+    (device,) = cluster(h200=1).device_types
+    table = LengthTable((1024,), (0.5,))
+    work = MicrobatchWork((1024,), 300, 100)
+    known, apart = (
+        ActionTimes(DeviceTimes(device, MODEL, SETUP, FROZEN_ENCODERS, profile), Degrees(), 1)
+        for profile in (PROFILE, replace(PROFILE, embeddings={1: table}))
+    )
+    for is_first, is_last in product((False, True), repeat=2):
+        stage = StageWork(2, is_first, is_last)
+        assert apart.forward_s(stage, work) == known.forward_s(stage, work)
+        more = apart.backward_s(stage, work) - known.backward_s(stage, work)
+        assert more == pytest.approx(0.5 * is_first)
+    data = workload()
+    connectors = [each.times.of(data).connector_s(np.array([1024.0]), 1)[0] for each in (known, apart)]
+    assert connectors[1] - connectors[0] == pytest.approx(0.5), "plans count it with the connector"
+
+
+@given(layers=st.integers(1, 8), share=st.floats(0.0, 1.0), dp=st.sampled_from([1, 2]))
+def test_a_replica_alone_copies_in_a_steps_first_forward_and_last_backward(layers: int, share: float, dp: int) -> None:
+    (device,) = cluster(h200=dp).device_types
+    steps = replace(PROFILE.steps, ends_s=0.25, ends_parameter_s=1e-9, ends_forward_share=share)
+    measured = DeviceTimes(device, MODEL, SETUP, FROZEN_ENCODERS, replace(PROFILE, steps=steps))
+    times, stage = ActionTimes(measured, Degrees(dp, 1, 1), dp), StageWork(layers, is_first=False, is_last=False)
+    forward, backward = times.ends_s(stage)
+    if dp > 1:
+        assert (forward, backward) == (0.0, 0.0), "the collectives are there"
+        return
+    whole = 0.25 + 1e-9 * layers * MODEL.backbone.layer_parameters
+    assert forward + backward == pytest.approx(whole) and forward == pytest.approx(share * whole)
+    assert times.ends_s(replace(stage, has_backward=False)) == (forward, 0.0)
+    assert times.ends_s(StageWork(1, False, False, has_backward=False, encoder="vision")) == (0.0, 0.0)
+    calibrated = replace(measured, profile=replace(measured.profile, calibration=Calibration("run", collectives=2.0)))
+    assert replace(times, times=calibrated).ends_s(stage) == pytest.approx((2 * forward, 2 * backward))
+
+
+def test_ends_of_a_pipeline_exchange_the_gradients_of_a_tied_table() -> None:
+    tied = replace(MODEL, backbone=replace(MODEL.backbone, tied_embeddings=True))
+    first, last = StageWork(2, is_first=True, is_last=False), StageWork(2, is_first=False, is_last=True)
+    between = StageWork(2, is_first=False, is_last=False)
+    seconds = {}
+    for name, model in (("apart", MODEL), ("tied", tied)):
+        times = _times(1, 2, "full", "step", model)
+        seconds[name] = [times.optimizer_s(stages) for stages in ([first], [last], [between], [first, last])]
+    added = np.array(seconds["tied"]) - np.array(seconds["apart"])
+    links = 4.0 * MODEL.backbone.head_parameters / 2 / times.times.device.links.node
+    assert added == pytest.approx([links / times.times.sending_efficiency] * 2 + [0.0, 0.0], abs=1e-9)
+    frozen = _times(1, 2, "full", "step", tied)
+    frozen = replace(frozen, times=replace(frozen.times, freeze=("backbone",)))
+    assert frozen.optimizer_s([first]) == _times(1, 2, "full", "step").optimizer_s([first])
 
 
 def test_stages_take_as_long_as_the_whole() -> None:

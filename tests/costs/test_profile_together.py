@@ -124,7 +124,7 @@ def test_a_line_goes_through_the_larger_point_and_is_never_negative(
 
 def test_two_replicas_cost_what_their_steps_take_more_than_one_alone() -> None:
     alone = ReplicaSteps((100, 300), (1.0, 2.0), (0.5, 0.7))
-    shared = ReplicaSteps((100, 300), (1.1, 2.3), (0.9, 1.3))
+    shared = ReplicaSteps((100, 300), (1.1, 2.3), (0.7, 0.8), first_s=(0.05, 0.1), last_s=(0.15, 0.4))
     costs = replica_costs(alone, shared, step_s=0.4, parameter_s=1e-3)
     two, numbers = np.array([2.0, 2.0]), np.array([100.0, 300.0])
     assert costs.gathering_s(numbers, two).tolist() == pytest.approx([0.1, 0.3])

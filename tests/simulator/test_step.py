@@ -163,6 +163,18 @@ def test_what_replicas_were_measured_to_cost_a_step_is_a_gather_and_a_reduction(
     assert exposed == pytest.approx([0.6 * gathered, 0.0, 0.0, 0.6 * (1 - gathered)])
 
 
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_the_ends_of_a_step_delay_each_rank_once(pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's first forward waits for that of the rank before, and its last backward for that of the rank after."""
+    partition = build_partition(DEPTH, pp)
+    simulator = StepSimulator(partition, action_times(Degrees(1, pp, 1)))
+    works = [MicrobatchWork((LENGTH,), VISION, TARGETS)] * 4
+    program = simulator.named("1f1b", len(works), 1)
+    before = timeline_of(simulator, program, works).makespan_s
+    monkeypatch.setattr(ActionTimes, "ends_s", lambda times, stage: (2.0, 3.0))
+    assert timeline_of(simulator, program, works).makespan_s == pytest.approx(before + 5.0 * pp)
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_ranks_spend_time_on_their_ends_of_transfers(pp: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,30 @@
+"""How the C library gets memory for actors that compute on a CPU: variables that it reads when a process starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+_KEEPING = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""One heap for all threads, from which large tensors come too, and which never shrinks. By default glibc gives a thread
+a heap of its own, in pieces of 64 MiB; what is larger, or freed at its end, goes back to the system, and each of its
+pages is cleared again when a tensor of the next microbatch gets it."""
+_DECIDING = (*_KEEPING, "GLIBC_TUNABLES", "LD_PRELOAD")
+"""Variables by which a user may have decided it; one of them is enough."""
+
+
+def memory_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return Ray's options of an actor that computes on a CPU and keeps freed memory for its next tensors.
+
+    environ: of the process that starts it; by default this one's. None of the options are there if that decides itself.
+    """
+    environ = os.environ if environ is None else environ
+    if any(name in environ for name in _DECIDING):
+        return {}
+    return {"runtime_env": {"env_vars": dict(_KEEPING)}}

@@ -290,8 +290,9 @@ class ActionTimes:
 
         Of several replicas they are in the collectives.
         """
-        times, parameters = self.times.of_any_data, self.sharded_parameters(stage).total
-        found = times.ends_s(np.array([parameters])) if self.degrees.dp == 1 and parameters else None
+        times, held = self.times.of_any_data, self.sharded_parameters(stage)
+        trained = held.trained_share * held.total
+        found = times.ends_s(np.array([trained])) if self.degrees.dp == 1 and held.total else None
         if found is None:
             return 0.0, 0.0
         forward = times.ends_forward_share * float(found[0])

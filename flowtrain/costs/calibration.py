@@ -201,9 +201,9 @@ class CalibratedTimes:
         """As ``ModuleTimes``; once a step, where it happens, the host's work."""
         return self._by.optimizer * self._base.step_s(num_parameters) + (self._by.step_host_s or 0.0)
 
-    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+    def ends_s(self, trained: FloatArray) -> FloatArray | None:
         """As ``ModuleTimes``; by the factor of collectives, which happen there."""
-        found = self._base.ends_s(parameters)
+        found = self._base.ends_s(trained)
         return None if found is None else self._by.collectives * found
 
     @property

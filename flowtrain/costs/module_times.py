@@ -80,10 +80,10 @@ class ModuleTimes(Protocol):
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...
 
-    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+    def ends_s(self, trained: FloatArray) -> FloatArray | None:
         """Return seconds that a step's first forward and last backward take more than others, ``[N]``.
 
-        parameters: of a rank that shares them with none; their copies are made there. None: nothing was measured.
+        trained: parameters of a rank that shares them with none; it copies them there. None: nothing was measured.
         """
         ...
 

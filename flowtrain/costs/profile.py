@@ -140,7 +140,7 @@ class StepCosts:
     ends_s: _Amount = 0.0
     """Per step of a replica that shares nothing: its first forward and its last backward, beyond others."""
     ends_parameter_s: _Amount = 0.0
-    """Likewise, per parameter of the device."""
+    """Likewise, per trained parameter of the device."""
     ends_forward_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the forward in both."""
     launch_s: _Amount = 0.0

@@ -199,9 +199,9 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
 
-    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+    def ends_s(self, trained: FloatArray) -> FloatArray | None:
         """As ``ModuleTimes``."""
-        return self._profile.steps.ends_s + self._profile.steps.ends_parameter_s * parameters
+        return self._profile.steps.ends_s + self._profile.steps.ends_parameter_s * trained
 
     @property
     def ends_forward_share(self) -> float:

@@ -159,7 +159,7 @@ class Roofline:
         """As ``ModuleTimes``."""
         return None
 
-    def ends_s(self, parameters: FloatArray) -> FloatArray | None:
+    def ends_s(self, trained: FloatArray) -> FloatArray | None:
         """As ``ModuleTimes``."""
         return None
 

@@ -29,6 +29,10 @@ _PACKED = 2048
 these, one time after the other."""
 
 
+_LEAST_SLOTS = 64
+"""Microbatches that such a part fills at least: each time the last one may be hardly filled."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatches:
     """Microbatches of all drawn batches for one ``dp``, in the order in which a run encodes and trains them."""
@@ -99,7 +103,8 @@ class DrawnBatches:
     def _pack(self, workload: Workload, dp: int, cost: CostModel) -> PackedBatches:
         size = self.batches.shape[1]
         part_dp = dp if size <= _WHOLE else max(1, round(dp * _PART / size))
-        turns = max(1, round(size * part_dp / dp / _PACKED))
+        of_slots = _LEAST_SLOTS * workload.microbatch_tokens / workload.tokens_per_sample
+        turns = max(1, round(size * part_dp / dp / max(_PACKED, of_slots)))
         part_size = round(size * part_dp / dp / turns)
         num_parts = max(1, min(dp // part_dp, _PACKED // part_size))
         ranks = num_parts * part_dp

@@ -128,9 +128,14 @@ class ParameterTraffic:
         Replicas under hybrid sharding sum their shards with the last microbatch only. Copies are made in a step's first
         forward and last backward, for which each pipeline rank waits for the one before.
         """
-        copying = self._times[columns.device_type].ends_s(held.trained)
+        # Each chunk is wrapped by itself.
+        copying = self._times[columns.device_type].ends_s(held.trained / self._chunks)
         summing = self._summing_s(columns, stage, num_microbatches, held)
-        return summing if copying is None else summing + np.where(columns.dp == 1, columns.pp * copying, 0.0)
+        return (
+            summing
+            if copying is None
+            else summing + np.where(columns.dp == 1, columns.pp * self._chunks * copying, 0.0)
+        )
 
     def _summing_s(
         self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, held: StageParameters

@@ -21,6 +21,7 @@ from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profiled_times import CPU
+from flowtrain.costs.rank_memory import trains_embedding
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 
@@ -247,7 +248,7 @@ class Surrogate:
         held = self.traffic.parameters(columns) if held is None else held
         shards, backbone = self.traffic.shards(columns), self._model.backbone
         update = self.times[columns.device_type].step_s(held.trained / shards)
-        if not backbone.tied_embeddings or not self._model.trained_share:
+        if not (backbone.tied_embeddings and trains_embedding(backbone)) or BACKBONE in self._workload.freeze:
             return update
         nbytes = FLOAT32_NBYTES * backbone.head_parameters / columns.tp / shards
         return update + np.where(columns.pp > 1, nbytes / self._sending(columns), 0.0)

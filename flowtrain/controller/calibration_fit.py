@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -21,6 +21,7 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.costs.calibration import (
     FEWEST,
+    LEAST,
     Calibration,
     DeviceTotal,
     factor,
@@ -94,6 +95,8 @@ class Pairs:
     """Spans that these are of."""
     joined: list[tuple[JoinedPass, ...]] = field(default_factory=list)
     """Passes of the ranks that meet in their collectives."""
+    ends: list[JoinedPass] = field(default_factory=list)
+    """First forwards and last backwards of replicas that meet no other."""
     devices: list[DeviceTotal] = field(default_factory=list)
     """All that a device does in a run, where processes or threads share it."""
     host_s: list[float] = field(default_factory=list)
@@ -122,6 +125,11 @@ class Pairs:
                 collectives = robust_remainder(took, [backbone * each for each in computing], joined)
             else:  # every pass has collectives, so both get one factor
                 backbone = collectives = factor(took, [sum(each) for each in zip(computing, joined, strict=True)])
+        ends = backbone
+        if BACKBONE in factors:
+            known = [backbone * each.computing_s for each in self.ends]
+            took, copying = [each.measured_s for each in self.ends], [each.collectives_s for each in self.ends]
+            ends = robust_remainder(took, known, copying)
         counted = sum(self.num_spans[kind] for kind in factors)
         num_steps = sum(total.num_steps for total in self.devices)
         counted += num_steps if num_steps >= FEWEST else 0
@@ -130,6 +138,7 @@ class Pairs:
             backbone=backbone,
             encoders={name: factors.get(name, encoder) for name in encoders},
             collectives=collectives,
+            ends=ends,
             optimizer=factors.get(UPDATE, 1.0),
             step_host_s=robust_mean(self.host_s) if self.host_s else None,
             num_spans=counted + (len(self.joined) if len(self.joined) >= FEWEST else 0),
@@ -196,7 +205,10 @@ class Fit:
         if self._with_encoders and self._degrees.pp == 1:  # a rank also waits while its device encodes
             for place, each in shared.items():
                 replicas[self._replicas[place]] += each.spans
-        pairs.joined += map(tuple, meetings.values())
+        if self._degrees.dp > 1:
+            pairs.joined += map(tuple, meetings.values())
+        else:
+            pairs.ends += chain.from_iterable(meetings.values())
         if self._shares:
             for place, each in self._of_the_last(shared).items():
                 added = encoding_adds_s(np.array(each.encoder_s), np.array(each.backbone_s), self._slowdown)
@@ -279,7 +291,7 @@ class Fit:
         passes: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
         for span in spans:
             if span.name == UPDATE:
-                pairs.add(UPDATE, step.seconds_of([span]), self._update_s(span))
+                pairs.add(UPDATE, *self._update_s(step, span))
             else:
                 passes[str(span.args["module"]), int(span.args["stage"])].append(span)
         for (module, number), found in passes.items():
@@ -309,10 +321,12 @@ class Fit:
             # and which of them are the fewest would pass for outliers.
             pairs.add(BACKBONE, sum(took), sum(known), len(took))
 
-    def _update_s(self, span: Span) -> float:
+    def _update_s(self, step: TracedStep, span: Span) -> tuple[float, float]:
+        """Measured and predicted seconds of an update, without the exchange of a tied table's gradients before it."""
         _, rank, _ = _coordinates(span.actor)
         works = [stage_work(self._partition, each, self._encoder) for each in self._partition.of_rank(rank)]
-        return self._actions.optimizer_s(works)
+        tied, measured = self._actions.tied_s(works), step.seconds_of([span])
+        return max(measured - tied, LEAST * measured), self._actions.optimizer_s(works) - tied
 
     def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> FloatArray:
         """Seconds of computing; spans: a stage's of one rank and step."""

@@ -303,12 +303,15 @@ class ActionTimes:
         held = [self.parameters(stage) for stage in stages if stage.has_backward]
         parameters = sum(each.trained_share * each.total for each in held)
         update = float(self.times.of_any_data.step_s(np.array([parameters / self.shard_size]))[0])
-        return update + self._tied_s([stage for stage in stages if stage.encoder is None])
+        return update + self.tied_s(stages)
 
-    def _tied_s(self, stages: Sequence[StageWork]) -> float:
-        """Seconds in which the first and the last rank exchange the gradients of a table that both have."""
-        backbone = self.times.model.backbone
-        has_one = any(stage.is_first for stage in stages) != any(stage.is_last for stage in stages)
+    def tied_s(self, stages: Sequence[StageWork]) -> float:
+        """Return seconds in which a rank with these stages exchanges the gradients of a tied table with the other end.
+
+        0 on other ranks.
+        """
+        backbone, own = self.times.model.backbone, [stage for stage in stages if stage.encoder is None]
+        has_one = any(stage.is_first for stage in own) != any(stage.is_last for stage in own)
         if not (backbone.tied_embeddings and has_one and trains_embedding(backbone)) or "backbone" in self.times.freeze:
             return 0.0
         nbytes = FLOAT32_NBYTES * backbone.head_parameters / self.degrees.tp / self.shard_size

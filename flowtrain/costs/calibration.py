@@ -42,7 +42,9 @@ class Calibration:
     encoders: dict[str, _Factor] | None = None
     """Of encode batches, by encoder; None: of all 1."""
     collectives: _Factor = 1.0
-    """Of what computing does not hide of gathers and reductions over replicas, or, of one replica, of its copies."""
+    """Of what computing does not hide of gathers and reductions over replicas."""
+    ends: _Factor = 1.0
+    """Of what a step's first forward and last backward take more, of one replica."""
     optimizer: _Factor = 1.0
     step_host_s: _Amount | None = None
     """Seconds of a step in which a mean replica neither computes nor waits for data; None if they are not known."""
@@ -202,9 +204,9 @@ class CalibratedTimes:
         return self._by.optimizer * self._base.step_s(num_parameters) + (self._by.step_host_s or 0.0)
 
     def ends_s(self, trained: FloatArray) -> FloatArray | None:
-        """As ``ModuleTimes``; by the factor of collectives, which happen there."""
+        """As ``ModuleTimes``."""
         found = self._base.ends_s(trained)
-        return None if found is None else self._by.collectives * found
+        return None if found is None else self._by.ends * found
 
     @property
     def ends_forward_share(self) -> float:
@@ -241,6 +243,7 @@ def factors_text(calibration: Calibration) -> Mapping[str, str]:
         "backbone": f"{calibration.backbone:.3f}",
         **encoders,
         "collectives": f"{calibration.collectives:.3f}",
+        "ends of a step": f"{calibration.ends:.3f}",
         "optimizer": f"{calibration.optimizer:.3f}",
         "host": "not known" if (host_s := calibration.step_host_s) is None else f"{1e3 * host_s:.3g} ms a step",
     }

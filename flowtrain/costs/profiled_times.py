@@ -16,6 +16,7 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
 from flowtrain.costs.profile_layers import measured_amounts, strategies_s
+from flowtrain.costs.rank_memory import trains_embedding
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -130,7 +131,9 @@ class ProfileTimes:
 
     def _embeddings_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         tables = self._profile.embeddings
-        return _scaled(tables, num_tokens, tp, _nothing) if tables else np.zeros_like(num_tokens)
+        if not tables or not trains_embedding(self._communication.model.backbone):
+            return np.zeros_like(num_tokens)
+        return _scaled(tables, num_tokens, tp, _nothing)
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``; an actor's batches are as large as ``max_batch_patches`` allows."""

@@ -17,8 +17,9 @@ from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.calibration import CalibrationReport, calibrate_runs
 from flowtrain.controller.calibration_fit import JoinedPass, Pairs
-from flowtrain.costs.calibration import Calibration
+from flowtrain.costs.calibration import FEWEST, Calibration
 from flowtrain.costs.profile import read_profile
+from flowtrain.emulation.process import BACKBONE
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.trace import TraceWriter
@@ -194,6 +195,16 @@ def test_a_profile_of_something_else_is_refused(config: RunConfig, tmp_path: Pat
     measured.write_text(cpu_profile(config).to_json())
     with pytest.raises(ConfigError, match="device is 'cpu' there and 'a100' in this run"):
         calibrate_runs(roots, measured)
+
+
+def test_the_ends_of_one_replicas_steps_tell_nothing_of_collectives() -> None:
+    pairs = Pairs()
+    for _ in range(FEWEST):
+        pairs.add(BACKBONE, 30.0, 10.0, FEWEST)
+        pairs.ends.append(JoinedPass(0.0, 3.0 + 5.0, 1.0, 2.5))
+    found = pairs.calibration("run", ["vision"])
+    assert found.backbone == pytest.approx(3.0) and found.ends == pytest.approx(2.0)
+    assert found.collectives == 1.0
 
 
 def test_where_every_pass_has_collectives_both_get_one_factor() -> None:

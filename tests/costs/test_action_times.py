@@ -18,7 +18,7 @@ from flowtrain.config.load import load_config
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes, StageWork
 from flowtrain.costs.calibration import Calibration
 from flowtrain.costs.microbatches import MicrobatchWork
-from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
+from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec, TrainedBackbone
 from flowtrain.costs.profile import LengthTable
 from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.trained import with_frozen_modules
@@ -119,6 +119,14 @@ def test_the_embeddings_gradient_is_in_the_first_stages_backward() -> None:
         assert apart.forward_s(stage, work) == known.forward_s(stage, work)
         more = apart.backward_s(stage, work) - known.backward_s(stage, work)
         assert more == pytest.approx(0.5 * is_first)
+    spec = MODEL.backbone
+    each = (spec.layer_parameters,) * spec.num_layers
+    trained = TrainedBackbone(each, each, embedding=0, norm=0, head=spec.head_parameters, reaches_layers=True)
+    frozen = replace(apart.times, model=replace(MODEL, backbone=replace(MODEL.backbone, trained=trained)))
+    stage = StageWork(2, is_first=True, is_last=False)
+    without = replace(frozen, profile=PROFILE)
+    seconds = [replace(apart, times=each).backward_s(stage, work) for each in (frozen, without)]
+    assert seconds[0] == seconds[1], "a frozen one has none"
     data = workload()
     connectors = [each.times.of(data).connector_s(np.array([1024.0]), 1)[0] for each in (known, apart)]
     assert connectors[1] - connectors[0] == pytest.approx(0.5), "plans count it with the connector"

@@ -85,7 +85,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
 
 def _between_ranks(steps: StepCosts) -> Iterator[tuple[str, str]]:
     if steps.messages_s:
-        launch = f"; {1e3 * steps.launch_s:.3g} ms at each end of a pipeline's transfer" if steps.launch_s else ""
+        launch = f"; {1e3 * steps.launch_s:.3g} ms at each end of a transfer" if steps.launch_s else ""
         yield "ranks of a replica", f"{1e3 * steps.messages_s:.3g} ms each to tell each other of a microbatch{launch}"
 
 

@@ -48,7 +48,7 @@ def test_a_profile_is_measured_and_planned_from(
     assert all(factor > 0 for factor in profile.interference["vision"].factors)
     assert set(profile.replicas) == {"full", "gradients"} and profile.host is not None and profile.host.sample_s > 0
     assert profile.steps.messages_s > 0 and "ms each to tell each other of a microbatch" in result.stdout
-    assert profile.steps.launch_s > 0 and "at each end of a pipeline's transfer" in result.stdout
+    assert profile.steps.launch_s > 0 and "at each end of a transfer" in result.stdout
     assert profile.known_facts.link is not None and profile.known_facts.devices_per_node == 4
     for tp, attention in profile.attention.items():
         assert attention.square_s >= 0 and len(attention.squares) == len(profile.layers[tp].num_tokens)

@@ -131,11 +131,9 @@ class ParameterTraffic:
         # Each chunk is wrapped by itself.
         copying = self._times[columns.device_type].ends_s(held.trained / self._chunks)
         summing = self._summing_s(columns, stage, num_microbatches, held)
-        return (
-            summing
-            if copying is None
-            else summing + np.where(columns.dp == 1, columns.pp * self._chunks * copying, 0.0)
-        )
+        if copying is None:
+            return summing
+        return summing + np.where(columns.dp == 1, columns.pp * self._chunks * copying, 0.0)
 
     def _summing_s(
         self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, held: StageParameters

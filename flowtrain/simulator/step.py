@@ -164,10 +164,10 @@ class StepSimulator:
         One replica alone has copies of its parameters and gradients instead.
         """
         times, meets, work = self.times, self._meets, self._work(stage)
-        exposed = np.zeros_like(computing)
         if times.degrees.dp == 1:
             of_forward, of_backward = times.ends_s(work)
             return columns.is_first * of_forward + (columns.is_backward & columns.is_last) * of_backward
+        exposed = np.zeros_like(computing)
         reduced = columns.is_backward & (columns.is_last | meets.reduces_each)
         if (measured := self._measured_s(stage)) is not None:
             gathering, reducing = measured

@@ -87,7 +87,7 @@ def test_few_steps_are_timed_where_they_repeat() -> None:
 
 
 def test_a_shared_device_that_falls_behind_later_has_not_found_its_pace() -> None:
-    """Steps of 2 seconds, for which it works 2.1 seconds: it is behind after the steps that were encoded ahead."""
+    """Steps of 2 seconds, for which it works 2.1 seconds: it is late after the steps that were encoded ahead."""
     one = DrawnStep(np.array([2.0]), 0.0, (EncodedStep(np.array([0.1]), np.array([1])),), 2.0, 0.1)
     ends = finishes([one], [1], 2, is_barrier=False, num_steps=60)
     assert float(ends[-1] - ends[29]) / 30 == pytest.approx(2.1)

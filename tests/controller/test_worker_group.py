@@ -24,6 +24,7 @@ from flowtrain.controller.worker_group import (
 )
 from flowtrain.errors import ResourceError
 from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding, StateOrigin
+from flowtrain.types.run_plan import Plan
 from tests.training.ranks import make_config
 
 
@@ -74,8 +75,8 @@ def config() -> RunConfig:
 NAMES = ["encoder-0", "encoder-1", "backbone-dp0-pp0-tp0", "backbone-dp1-pp0-tp0", "feeder-0"]
 
 
-def start(config: RunConfig) -> WorkerGroup:
-    specs = actor_specs_of(fixed_plan(config).without_devices())
+def start(config: RunConfig, plan: Plan | None = None) -> WorkerGroup:
+    specs = actor_specs_of(plan or fixed_plan(config).without_devices())
     return start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
 
 
@@ -98,8 +99,7 @@ def test_actors_that_compute_on_a_cpu_keep_their_memory(
     keeping = [options["name"] for _, options, _ in actors.spawned if options.get("runtime_env") == "keeps"]
     assert keeping == NAMES[:-1], "a feeder decodes in many threads"
     actors.spawned.clear()
-    specs = actor_specs_of(fixed_plan(config))
-    start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
+    start(config, fixed_plan(config))
     assert not any("runtime_env" in options for _, options, _ in actors.spawned), "an accelerator's memory is torch's"
 
 

@@ -325,11 +325,12 @@ class Surrogate:
 def calls_s(times: ModuleTimes, columns: CandidateColumns, chunks: int) -> FloatArray:
     """Return seconds of a microbatch on a pipeline rank in addition to what it computes, ``[C]``.
 
-    A rank fetches it once, and starts two transfers and waits for them at both ends of each chunk: hidden states and
-    their gradients. With two ranks, one of each rank's ends is that of the model.
+    A rank fetches it once, runs it through each chunk, and starts two transfers and waits for them at both ends of
+    each: hidden states and their gradients. With two ranks, one of each rank's ends is that of the model.
     """
     ends = np.where(columns.pp > 2, 4 * chunks, np.where(columns.pp == 2, 4 * chunks - 2, 0))
-    seconds: FloatArray = times.microbatch_s(columns.pp * columns.tp) + times.launch_s * ends
+    passing = times.pass_s * np.where(columns.pp > 1, chunks, 1)
+    seconds: FloatArray = times.microbatch_s(columns.pp * columns.tp) + passing + times.launch_s * ends
     return seconds
 
 

@@ -73,7 +73,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     ]
     rest = [
         ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector{forward}"),
-        *_between_ranks(steps),
+        *_of_pipelines(steps),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter{ends}"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
@@ -83,7 +83,9 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         yield _trials(profile)
 
 
-def _between_ranks(steps: StepCosts) -> Iterator[tuple[str, str]]:
+def _of_pipelines(steps: StepCosts) -> Iterator[tuple[str, str]]:
+    if steps.pass_s:
+        yield "a further stage", f"{1e3 * steps.pass_s:.3g} ms a microbatch, whatever it computes"
     if steps.messages_s:
         launch = f"; {1e3 * steps.launch_s:.3g} ms at each end of a transfer" if steps.launch_s else ""
         yield "ranks of a replica", f"{1e3 * steps.messages_s:.3g} ms each to tell each other of a microbatch{launch}"

@@ -213,7 +213,7 @@ class Fit:
             for place, each in self._of_the_last(shared).items():
                 added = encoding_adds_s(np.array(each.encoder_s), np.array(each.backbone_s), self._slowdown)
                 half = (float(added) - each.encoder_s) / 2.0  # each slows the other down
-                measured = step.seconds_of(each.spans)
+                measured = _without(step.seconds_of(each.spans), each.fetching_s)
                 self._device_steps[place].append((measured, each.backbone_s + half, each.encoder_s + half))
         busy = [self._busy_s(step, spans) for spans in replicas.values()]
         known = [each for each in busy if each is not None]
@@ -298,15 +298,16 @@ class Fit:
             stage = self._partition.of_module(StageModule(module))[number]
             found.sort(key=lambda span: span.start_s)
             computing = self._computing_s(stage, found)
-            collectives = self._collectives_s(stage, found, computing)
+            collectives, fetching = self._collectives_s(stage, found, computing), self._fetching_s(stage, found)
             if self._shares:
                 of_encoder = stage.module is StageModule.ENCODER
                 shared.add(found, float(computing.sum()), of_encoder=of_encoder)
                 shared.add((), float(collectives.sum()), of_encoder=False)
+                shared.fetching_s += float(fetching.sum())
                 continue
+            own = (_without(step.seconds_of([span]), each) for span, each in zip(found, fetching, strict=True))
             took, known = [], []
-            for span, alone, joined in zip(found, computing.tolist(), collectives.tolist(), strict=True):
-                measured = step.seconds_of([span])
+            for span, measured, alone, joined in zip(found, own, computing.tolist(), collectives.tolist(), strict=True):
                 if stage.module is StageModule.ENCODER:
                     pairs.add(self._encoder, measured, alone + joined)
                 elif joined > 0.0:
@@ -325,8 +326,8 @@ class Fit:
         """Measured and predicted seconds of an update, without the exchange of a tied table's gradients before it."""
         _, rank, _ = _coordinates(span.actor)
         works = [stage_work(self._partition, each, self._encoder) for each in self._partition.of_rank(rank)]
-        tied, measured = self._actions.tied_s(works), step.seconds_of([span])
-        return max(measured - tied, LEAST * measured), self._actions.optimizer_s(works) - tied
+        tied = self._actions.tied_s(works)
+        return _without(step.seconds_of([span]), tied), self._actions.optimizer_s(works) - tied
 
     def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> FloatArray:
         """Seconds of computing; spans: a stage's of one rank and step."""
@@ -355,6 +356,17 @@ class Fit:
         are_first[np.flatnonzero(~are_backward)[:1]] = True
         are_last[np.flatnonzero(are_backward)[-1:]] = True
         return self._simulator.exposed_s(stage, Passes(are_backward, are_last, are_first), computing)
+
+    def _fetching_s(self, stage: Stage, spans: Sequence[Span]) -> FloatArray:
+        """Seconds of each span in which a core that is the device fetches a microbatch; arguments as above."""
+        seconds, fetched = np.zeros(len(spans)), set[int]()
+        if stage is self._partition.of_rank(stage.rank)[0]:
+            for at, span in enumerate(spans):
+                number = int(span.args["microbatch"])
+                if span.name == FORWARD and number not in fetched:
+                    fetched.add(number)
+                    seconds[at] = self._actions.microbatch_s
+        return seconds
 
     @staticmethod
     def _are_backward(spans: Sequence[Span]) -> BoolArray:
@@ -386,6 +398,11 @@ class Fit:
         return self._times.slowdown(self._encoder) if self._with_encoders else 1.0
 
 
+def _without(measured_s: float, known_s: float) -> float:
+    """Seconds without those of a part that has no factor."""
+    return max(measured_s - known_s, LEAST * measured_s)
+
+
 def _of_backbone(spans: Iterable[Span]) -> Iterator[Span]:
     """Passes of the backbone's stages; one of an encoder's may have several parts of a microbatch."""
     return (span for span in spans if span.args["module"] == StageModule.BACKBONE.value)
@@ -410,6 +427,8 @@ class _Shared:
     backbone_s: float = 0.0
     """Predicted."""
     encoder_s: float = 0.0
+    fetching_s: float = 0.0
+    """Likewise, of microbatches; no factor's."""
 
     @property
     def predicted_s(self) -> float:

@@ -235,7 +235,8 @@ class _Measured:
             embeddings={tp: LengthTable(tokens, times.embeddings_s) for tp, times in self._backbones.items()},
             attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
             losses={
-                tp: LossCosts(times.target_s, times.targets, times.further_s) for tp, times in self._backbones.items()
+                tp: LossCosts(times.target_s, times.targets, times.further_s, times.target_forward_share)
+                for tp, times in self._backbones.items()
             },
             strategies=_strategies(alone.strategies),
             encoder_strategies={name: _strategies(times.strategies) for name, times in self._encoders.items()},
@@ -285,6 +286,8 @@ class _Measured:
             ends_parameter_s=alone.ends_parameter_s,
             ends_forward_share=alone.ends_forward_share,
             launch_s=two.launch_s,
+            pass_s=alone.pass_s,
+            pass_forward_share=alone.pass_forward_share,
         )
 
 

@@ -48,11 +48,14 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         squares=times[0].squares,
         target_s=mean("target_s"),
         further_s=mean("further_s"),
+        target_forward_share=mean("target_forward_share"),
         targets=times[0].targets,
         vision_tokens=times[0].vision_tokens,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),
         head_forward_share=mean("head_forward_share"),
+        pass_s=mean("pass_s"),
+        pass_forward_share=mean("pass_forward_share"),
     )
 
 

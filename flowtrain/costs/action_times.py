@@ -143,6 +143,17 @@ class StageParameters:
         return self.layers + self.outer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StageSeconds:
+    """Seconds of a stage's microbatches, forward and backward, ``[M]``."""
+
+    layers: FloatArray
+    """With the connector."""
+    head_forward: FloatArray
+    total: FloatArray
+    """With the head, the embedding's gradient and what any stage takes."""
+
+
 @dataclass(frozen=True)
 class ActionTimes:
     """Seconds of the actions of a backbone rank.
@@ -166,13 +177,12 @@ class ActionTimes:
         """Return ``forward_s`` and ``backward_s`` of each microbatch, ``[M]``."""
         if stage.recomputed is not None:
             return self._recomputing_s(stage, works)
-        total, head, embedding = self._total_s(stage, works)
-        times = self.times.of_any_data
-        share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else times.forward_share
-        forward = share * total + times.head_forward_share * head
-        backward = total + head - forward + embedding
+        each = self._stage_s(stage, works)
+        share = 1.0 - BACKWARD_SHARE if stage.encoder is not None else self.times.of_any_data.forward_share
+        forward = share * each.layers + each.head_forward + self._pass_forward_s(stage)
+        backward = each.total - forward
         if not stage.has_backward:
-            forward = total + head
+            forward = each.total
         copying = (self._copying_s(stage, works, each) for each in (forward, backward))
         return forward + next(copying), backward + next(copying)
 
@@ -182,7 +192,7 @@ class ActionTimes:
         if not stage.recomputed or not stage.has_backward:
             return forward, backward
         again = replace(stage, num_layers=stage.recomputed, is_first=False, is_last=False, recomputed=None)
-        return forward, backward + self._keeping.passes_s(again, works)[0]
+        return forward, backward + self._keeping.passes_s(again, works)[0] - self._pass_forward_s(again)
 
     @cached_property
     def _keeping(self) -> ActionTimes:
@@ -190,20 +200,28 @@ class ActionTimes:
         setup = replace(self.times.setup, activation_checkpointing="none", encoder_checkpointing=None)
         return replace(self, times=replace(self.times, setup=setup))
 
-    def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Seconds of both passes without head and embedding, of the head, and of the embedding's gradient, ``[M]``."""
+    def _stage_s(self, stage: StageWork, works: MicrobatchColumns) -> _StageSeconds:
         tp, none = self.degrees.tp, np.zeros(len(works))
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]
             together = np.repeat(works.num_images, works.num_images).astype(np.float64)
             images = self.times.each_image_s(stage.encoder, works.patches, tp, together=together)
-            return works.of_images(images) * stage.num_layers / spec.num_layers, none, none
+            layers = works.of_images(images) * stage.num_layers / spec.num_layers
+            return _StageSeconds(layers, none, layers)
         times = self.times.of_any_data
         seconds = times.microbatches_s(works, tp)
-        total = stage.num_layers * seconds.layer
+        layers = stage.num_layers * seconds.layer
         if stage.is_first:
-            total = total + seconds.connector
-        return total, seconds.head if stage.is_last else none, seconds.embedding if stage.is_first else none
+            layers = layers + seconds.connector
+        total = layers + times.pass_s
+        total = total + seconds.embedding if stage.is_first else total
+        total = total + seconds.head if stage.is_last else total
+        return _StageSeconds(layers, seconds.head_forward if stage.is_last else none, total)
+
+    def _pass_forward_s(self, stage: StageWork) -> float:
+        """Seconds of a stage's forward, whatever it computes; an encoder's images have them."""
+        times = self.times.of_any_data
+        return 0.0 if stage.encoder is not None else times.pass_forward_share * times.pass_s
 
     @cached_property
     def microbatch_s(self) -> float:

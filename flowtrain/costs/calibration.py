@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -161,7 +161,7 @@ class CalibratedTimes:
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
         """As ``ModuleTimes``."""
         found, by = self._base.microbatches_s(works, tp), self._by.backbone
-        return MicrobatchSeconds(by * found.layer, by * found.head, by * found.connector, by * found.embedding)
+        return MicrobatchSeconds(*(by * getattr(found, each.name) for each in fields(MicrobatchSeconds)))
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -180,9 +180,8 @@ class CalibratedTimes:
         return float(seconds[seconds > 0.0].mean()) if seconds.any() else self._base.sample_s(encoder, tp)
 
     def microbatch_s(self, replica_size: IntArray) -> FloatArray:
-        """As ``ModuleTimes``; 0 where the host's work of a whole step is known."""
-        found = self._base.microbatch_s(replica_size)
-        return found if self._by.step_host_s is None else np.zeros_like(found)
+        """As ``ModuleTimes``; factors are of what spans take beside it."""
+        return self._base.microbatch_s(replica_size)
 
     @property
     def launch_s(self) -> float:
@@ -195,9 +194,14 @@ class CalibratedTimes:
         return self._base.forward_share
 
     @property
-    def head_forward_share(self) -> float:
+    def pass_s(self) -> float:
         """As ``ModuleTimes``."""
-        return self._base.head_forward_share
+        return self._by.backbone * self._base.pass_s
+
+    @property
+    def pass_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._base.pass_forward_share
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``; once a step, where it happens, the host's work."""

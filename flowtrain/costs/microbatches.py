@@ -65,6 +65,8 @@ class MicrobatchSeconds:
     layer: FloatArray
     """Of one decoder layer."""
     head: FloatArray
+    head_forward: FloatArray
+    """The forward's part of it; the loss may compute gradients there already."""
     connector: FloatArray
     embedding: FloatArray
     """Of its gradient, where that is not in the head's time."""

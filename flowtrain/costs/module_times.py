@@ -72,8 +72,13 @@ class ModuleTimes(Protocol):
         ...
 
     @property
-    def head_forward_share(self) -> float:
-        """Share of the forward in the time of the head and the loss, whose gradients it may compute already."""
+    def pass_s(self) -> float:
+        """Seconds of a backbone stage's forward and backward beside its layers, head and connector."""
+        ...
+
+    @property
+    def pass_forward_share(self) -> float:
+        """Share of the forward in ``pass_s``."""
         ...
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:

@@ -145,6 +145,10 @@ class StepCosts:
     """Of the forward in both."""
     launch_s: _Amount = 0.0
     """Per transfer between pipeline ranks, at each end, whatever its size: to start it and to wait for it."""
+    pass_s: _Amount = 0.0
+    """Per microbatch and pipeline stage, forward and backward, whatever they compute; ``heads`` have one stage's."""
+    pass_forward_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Of the forward in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class LossCosts:
     """Their number in the microbatches that the head's table has times of."""
     further_s: _Amount | None = None
     """Seconds for each of those beyond; None: as long as for each of the few."""
+    forward_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of the forward in ``target_s``; None: as of the head."""
 
     def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, targets: FloatArray) -> FloatArray:
         """As ``AttentionCosts.beyond_s``. targets: tokens with loss of each microbatch."""

@@ -91,26 +91,33 @@ class ProfileTimes:
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._heads_s(num_tokens, self._workload.target_share * num_tokens, tp)
+        return self._heads_s(num_tokens, self._workload.target_share * num_tokens, tp)[0]
 
-    def _heads_s(self, num_tokens: FloatArray, num_target_tokens: FloatArray, tp: int) -> FloatArray:
+    def _heads_s(self, num_tokens: FloatArray, num_target_tokens: FloatArray, tp: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of the head without its stage's ``pass_s``, and those of its forward."""
+
         def reducing(tokens: FloatArray, degree: int) -> FloatArray:
             return self._communication.head_s(tokens, num_target_tokens, degree)
 
-        heads, losses = self._profile.heads, self._profile.losses
-        seconds = _scaled(heads, num_tokens, tp, reducing)
+        heads, losses, share = self._profile.heads, self._profile.losses, self._profile.head_forward_share
+        share = 1.0 - BACKWARD_SHARE if share is None else share
+        whole = _scaled(heads, num_tokens, tp, reducing)
+        seconds, forward = whole - self.pass_s, share * whole - self.pass_forward_share * self.pass_s
         measured = _nearest(heads, tp)
         if measured in losses:
-            beyond = losses[measured].beyond_s(heads[measured].num_tokens, num_tokens, num_target_tokens)
-            seconds = np.maximum(seconds + beyond * (measured / tp), _LEAST_SHARE * seconds)
-        return seconds
+            costs = losses[measured]
+            beyond = (measured / tp) * costs.beyond_s(heads[measured].num_tokens, num_tokens, num_target_tokens)
+            seconds = seconds + beyond
+            forward = forward + (share if costs.forward_share is None else costs.forward_share) * beyond
+        seconds = np.maximum(seconds, _LEAST_SHARE * whole)
+        return seconds, forward.clip(0.0, seconds)
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
         """As ``ModuleTimes``; without attention and losses apart, microbatches of as many tokens take as long."""
         tokens = works.num_tokens
         return MicrobatchSeconds(
             self._layers_s(tokens, works.squares, tp),
-            self._heads_s(tokens, works.target_tokens, tp),
+            *self._heads_s(tokens, works.target_tokens, tp),
             self._connectors_s(tokens, works.vision_tokens, tp),
             self._embeddings_s(tokens, tp),
         )
@@ -193,10 +200,14 @@ class ProfileTimes:
         return 1.0 - BACKWARD_SHARE if measured is None else min(measured / self._again, _MOST_FORWARD)
 
     @property
-    def head_forward_share(self) -> float:
+    def pass_s(self) -> float:
         """As ``ModuleTimes``."""
-        measured = self._profile.head_forward_share
-        return 1.0 - BACKWARD_SHARE if measured is None else measured
+        return self._profile.steps.pass_s
+
+    @property
+    def pass_forward_share(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.pass_forward_share
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``."""

@@ -85,9 +85,11 @@ class Roofline:
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
         """As ``ModuleTimes``."""
+        head = self._heads_s(works.num_tokens, works.target_tokens, tp)
         return MicrobatchSeconds(
             self._layers_s(works.num_tokens, works.squares, tp),
-            self._heads_s(works.num_tokens, works.target_tokens, tp),
+            head,
+            self.forward_share * head,
             self._connectors_s(works.vision_tokens, tp),
             np.zeros_like(works.num_tokens),
         )
@@ -145,7 +147,12 @@ class Roofline:
         return 1.0 - BACKWARD_SHARE
 
     @property
-    def head_forward_share(self) -> float:
+    def pass_s(self) -> float:
+        """As ``ModuleTimes``; as ``microbatch_s``."""
+        return 0.0
+
+    @property
+    def pass_forward_share(self) -> float:
         """As ``ModuleTimes``."""
         return 1.0 - BACKWARD_SHARE
 

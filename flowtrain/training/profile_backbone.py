@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -33,7 +35,7 @@ from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 MOST_STEPS, ENOUGH_S = 20, 60.0
-"""Rounds over all lengths that one rank alone measures, as long as they do not take longer than that."""
+"""Rounds over all lengths that are measured, as long as they do not take longer than that."""
 FEW_STEPS, SHORT_STEPS = 3, 20
 """Measured steps where one length alone is measured, and where that is the shortest."""
 STRATEGIES = {
@@ -123,19 +125,20 @@ class BackboneProfiler:
         layers = np.minimum(layers, (deep - connectors) / depth)
         embeddings = np.minimum(embeddings, _MOST_SHARE * (deep - depth * layers - connectors))
         heads = deep - depth * layers - connectors - embeddings
-        step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = 0.0
+        step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = pass_s = pass_forward_s = 0.0
         if self._group.degrees.tp == 1:
             short = self.replica_steps([by_length[0] for by_length in mixes])
             step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
             ends_s, ends_parameter_s = line_through(short.num_parameters, short.ends_s)
             ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
+            pass_s, pass_forward_s = self._pass_s([by_length[0] for by_length in mixes])
         longest = [by_length[-1] for by_length in mixes]
         squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
         vision = [[sum(each.num_vision_tokens for each in mix) for mix in by_length] for by_length in mixes]
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
-        target_s, further_s = self._targets_s(self._configured(mixes[0]))
+        target_s, further_s, target_forward_s = self._targets_s(self._configured(mixes[0]))
         head_forward_s = float(np.median(forwards["blind"])) - forward_s
         return BackboneTimes(
             layers_s=_positive(layers),
@@ -148,27 +151,36 @@ class BackboneProfiler:
             ends_s=ends_s,
             ends_parameter_s=ends_parameter_s,
             ends_forward_share=ends_forward_share,
-            square_s=self._square_s(longest[0]),
+            square_s=self._square_s(self._configured(mixes[0])),
             squares=tuple(np.mean(squares, axis=0).tolist()),
             target_s=target_s,
             further_s=further_s,
+            target_forward_share=min(target_forward_s / max(target_s, _LEAST_S), 1.0),
             targets=tuple(np.mean(targets, axis=0).tolist()),
             vision_tokens=tuple(np.mean(vision, axis=0).tolist()),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=_share(head_forward_s, float(heads[-1])),
+            pass_s=pass_s,
+            pass_forward_share=min(pass_forward_s / max(pass_s, _LEAST_S), 1.0),
         )
 
     def _rounds(self) -> Iterator[int]:
-        """Number rounds; ranks of a group, whose clocks differ, have the fewest."""
-        started_s, most = self._now_s(), MOST_STEPS if self._group.world_size == 1 else MEASURED_STEPS
-        for number in range(WARMUP_STEPS + most):
-            if number >= WARMUP_STEPS + MEASURED_STEPS and self._now_s() - started_s > ENOUGH_S:
-                return
+        """Number rounds; collective, since ranks' clocks differ."""
+        started_s = self._now_s()
+        for number in range(WARMUP_STEPS + MOST_STEPS):
+            if number >= WARMUP_STEPS + MEASURED_STEPS:
+                seconds = torch.tensor([self._now_s() - started_s], dtype=torch.float64)
+                dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group.process_group)
+                if seconds.item() > ENOUGH_S:
+                    return
             yield number
 
     def _square_s(self, mix: Sequence[PlannedSample]) -> float:
-        """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens."""
+        """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens.
+
+        Of a run's own lengths: in far longer sequences each takes less.
+        """
         num_tokens = sum(each.num_tokens for each in mix)
         part = num_tokens // _PARTS
         if not part:
@@ -179,7 +191,7 @@ class BackboneProfiler:
         )
         batches = [self._batch(whole), self._batch(parts)]
         found = []
-        for number in range(WARMUP_STEPS + FEW_STEPS):
+        for number in range(WARMUP_STEPS + MEASURED_STEPS):
             deep, one = (self._step(depth, batches).microbatches_s for depth in (len(self._layers), 1))
             if number >= WARMUP_STEPS:
                 found.append((deep[0] - deep[1]) - (one[0] - one[1]))
@@ -191,8 +203,10 @@ class BackboneProfiler:
         configured = self._config.scheduler.microbatch_tokens
         return min(by_length, key=lambda mix: abs(sum(each.num_tokens for each in mix) - configured))
 
-    def _targets_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float]:
+    def _targets_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float, float]:
         """Seconds of the head for each token with loss, up to ``FEW_TARGETS`` of a microbatch and beyond.
+
+        And the forward's part of the former.
 
         Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be. They
         come in both orders: one that follows a larger one takes longer, since its memory is other memory.
@@ -205,12 +219,35 @@ class BackboneProfiler:
         batches = [self._batch(each) for each in mixes]
         found = []
         for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            rising, falling = (self._step(1, each).microbatches_s for each in (batches, batches[::-1]))
+            rising, falling = (self._step(1, each) for each in (batches, batches[::-1]))
             if number >= WARMUP_STEPS:
-                seconds = np.mean([rising, falling[::-1]], axis=0)
-                found.append(np.diff(seconds) / np.maximum(more, 1))
-        few, further = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
-        return few, further
+                seconds = np.mean([rising.microbatches_s, falling.microbatches_s[::-1]], axis=0)
+                forwards = np.mean([rising.forwards_s, falling.forwards_s[::-1]], axis=0)
+                found.append(np.diff([seconds, forwards]) / np.maximum(more, 1))
+        (few, further), (forward, _) = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
+        return few, further, forward
+
+    def _pass_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> tuple[float, float]:
+        """Seconds of forward and backward that a further pipeline stage adds to a microbatch, and the forward's part.
+
+        Steps of the whole model in one stage and in two take turns; the shorter the microbatches, the less does their
+        noise hide it. 0 for a model whose measured layers must lie in one stage.
+        """
+        spec = self._source.model_spec.backbone
+        if spec.num_layers <= spec.first_layers:
+            return 0.0, 0.0
+        pipeline = PipelineConfig(schedule="interleaved_1f1b", chunks=2)
+        cut = Trainer(self._config.model_copy(update={"pipeline": pipeline}), self._source, self._group, 10**6)
+        found = []
+        for number in range(WARMUP_STEPS + SHORT_STEPS):
+            batches = [self._batch(mixes[number % len(mixes)])] * FEW_STEPS
+            one, two = (self._step(len(self._layers), batches, trainer=each) for each in (self._trainer, cut))
+            if number >= WARMUP_STEPS:
+                found.append(
+                    [sum(two.microbatches_s) - sum(one.microbatches_s), sum(two.forwards_s) - sum(one.forwards_s)]
+                )
+        both, forward = (np.median(found, axis=0) / FEW_STEPS).clip(0.0).tolist()
+        return both, min(forward, both)
 
     def _strategy(self, kind: MemoryKind, mix: Sequence[PlannedSample]) -> LayerTimes:
         """Times of a layer that follows a memory strategy, over a full microbatch."""
@@ -231,7 +268,7 @@ class BackboneProfiler:
     def _kept_nbytes(self, batches: Sequence[PackedBatch], memory: MemoryStrategy) -> int:
         """Bytes that the forward of a microbatch in the middle leaves for its backward."""
         runtime = _HeldStages(self._trainer.stages, self._now_s, self._group.device)
-        self._execute(batches, runtime, memory)
+        self._execute(self._trainer, batches, runtime, memory)
         return runtime.kept_nbytes
 
     def replica_steps(self, mixes: Sequence[Sequence[PlannedSample]]) -> ReplicaSteps:
@@ -266,11 +303,18 @@ class BackboneProfiler:
         batches = [self._batch(mix)] * 2
         return lambda: self._run(batches)
 
-    def _step(self, num_layers: int, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> _Step:
+    def _step(
+        self,
+        num_layers: int,
+        batches: Sequence[PackedBatch],
+        memory: MemoryStrategy | None = None,
+        trainer: Trainer | None = None,
+    ) -> _Step:
+        """Run a step. trainer: None: of the model in one stage, which any number of layers can be left out of."""
         ends = [batches[-1], *batches, batches[-1]]
         with _only_layers(self._module, self._layers[:num_layers]):
             started_s = self._now_s()
-            runtime = self._run(ends, memory)
+            runtime = self._run(ends, memory, trainer)
             total_s = self._now_s() - started_s
         forwards_s, backwards_s = (
             [each[number] for number in range(1, len(ends) - 1)] for each in (runtime.forward_s, runtime.backward_s)
@@ -281,19 +325,24 @@ class BackboneProfiler:
         beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - first_s - last_s
         return _Step(microbatches_s, forwards_s, beside_s, first_s, last_s)
 
-    def _run(self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None) -> _TimedStages:
+    def _run(
+        self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None, trainer: Trainer | None = None
+    ) -> _TimedStages:
         """Run a step; returns what timed it. memory: of all layers; None: as configured."""
-        runtime = _TimedStages(self._trainer.stages, self._now_s)
-        self._execute(batches, runtime, memory)
+        trainer = self._trainer if trainer is None else trainer
+        runtime = _TimedStages(trainer.stages, self._now_s)
+        self._execute(trainer, batches, runtime, memory)
         return runtime
 
-    def _execute(self, batches: Sequence[PackedBatch], runtime: _TimedStages, memory: MemoryStrategy | None) -> None:
+    def _execute(
+        self, trainer: Trainer, batches: Sequence[PackedBatch], runtime: _TimedStages, memory: MemoryStrategy | None
+    ) -> None:
         self._steps += 1
-        actions = self._trainer.begin_unit(_plan_of(batches, self._steps, self._group.degrees.dp))
+        actions = trainer.begin_unit(_plan_of(batches, self._steps, self._group.degrees.dp))
         if memory is not None:
             actions = tuple(each if each.memory is None else replace(each, memory=memory) for each in actions)
         execute(actions, runtime, batches.__getitem__)
-        self._trainer.finish_unit()
+        trainer.finish_unit()
 
     def _num_parameters(self, num_layers: int) -> int:
         """Trainable parameters of this rank with ``num_layers`` layers."""
@@ -381,12 +430,12 @@ class _Step:
 
 
 class _TimedStages:
-    """Calls the trainer's stages, and keeps the time of each microbatch's passes."""
+    """Calls the trainer's stages, and keeps the time of each microbatch's passes through all of them."""
 
     def __init__(self, stages: Stages, now_s: Callable[[], float]) -> None:
         self._stages, self._now_s = stages, now_s
-        self.forward_s: dict[int, float] = {}
-        self.backward_s: dict[int, float] = {}
+        self.forward_s: defaultdict[int, float] = defaultdict(float)
+        self.backward_s: defaultdict[int, float] = defaultdict(float)
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
         """See ``StageRuntime``."""
@@ -407,10 +456,10 @@ class _TimedStages:
         raise AssertionError(f"one stage has no transfers: {action}")
 
     @contextmanager
-    def _timed(self, action: Action, seconds: dict[int, float]) -> Iterator[None]:
+    def _timed(self, action: Action, seconds: defaultdict[int, float]) -> Iterator[None]:
         started_s = self._now_s()
         yield
-        seconds[action.microbatch] = self._now_s() - started_s
+        seconds[action.microbatch] += self._now_s() - started_s
 
 
 class _HeldStages(_TimedStages):

@@ -65,6 +65,8 @@ class BackboneTimes:
     """The head and the loss, for each token with loss while they are few."""
     further_s: float = 0.0
     """Likewise for each further one."""
+    target_forward_share: float = 1.0 / 3.0
+    """Of the forward in ``target_s``: the loss may compute its gradients there."""
     targets: tuple[float, ...] = ()
     """Mean tokens with loss in the measured microbatches; ``[N]``, or none."""
     vision_tokens: tuple[float, ...] = ()
@@ -75,6 +77,10 @@ class BackboneTimes:
     """Of the forward in the time of a decoder layer over the longest microbatch."""
     head_forward_share: float = 1.0 / 3.0
     """Likewise of final norm, head and loss."""
+    pass_s: float = 0.0
+    """The forward and the backward of any pipeline stage, whatever it computes; ``heads_s`` have one stage's."""
+    pass_forward_share: float = 0.5
+    """Of the forward in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     assert 0 < times.targets[0] <= times.targets[-1] < lengths[-1]
     assert 0 < times.vision_tokens[0] <= times.vision_tokens[-1] < lengths[-1]
     assert 0.0 < times.forward_share < 1.0 and 0.0 < times.head_forward_share < 1.0
+    assert 0.0 <= times.target_forward_share <= 1.0 and 0.0 <= times.pass_forward_share <= 1.0 and times.pass_s >= 0.0
 
 
 def test_an_encoders_layer_keeps_the_less_the_more_it_computes_again(config: RunConfig) -> None:
@@ -164,6 +166,16 @@ def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler,
     assert measuring._module.decoder_layers == layers
     whole = sum(each.numel() for each in measuring._module.parameters())
     assert measuring._num_parameters(3) == whole > measuring._num_parameters(1)
+
+
+def test_a_further_stage_is_measured_by_running_one(profiler: Profiler, config: RunConfig) -> None:
+    reads = itertools.count()  # each pass of a stage reads the clock twice, a second apart
+    source = family_from_config(config).shallow(3)
+    measuring = BackboneProfiler(config, source, profiler._group, lambda: float(next(reads)))
+    mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
+    assert measuring._pass_s([by_length[0] for by_length in mixes]) == (2.0, 1.0), "both passes, and the forward's"
+    single = BackboneProfiler(config, family_from_config(config).shallow(1), profiler._group)
+    assert single._pass_s([by_length[0] for by_length in mixes]) == (0.0, 0.0), "one layer is one stage"
 
 
 def test_an_embedding_without_a_gradient_hands_one_to_nobody() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Literal
 
@@ -104,6 +104,25 @@ def test_a_profile_tells_how_much_of_layers_and_head_is_forward() -> None:
     assert layers == pytest.approx(measured_layers) and head == pytest.approx(measured_head)
     shares = [forward / (forward + backward) for forward, backward in passes]
     assert shares == pytest.approx([1.0 / 3.0, 1.0 / 3.0, 0.4, 0.9])
+
+
+@given(cuts=st.sets(st.integers(1, 31)), recomputed=st.one_of(st.none(), st.integers(0, 2)))
+def test_each_further_stage_takes_the_time_of_a_pass(cuts: set[int], recomputed: int | None) -> None:
+    (device,) = cluster(h200=1).device_types
+    steps = replace(PROFILE.steps, pass_s=1e-3, pass_forward_share=0.6)
+    heads = {1: LengthTable((1024,), (0.5,))}
+    times = ActionTimes(
+        DeviceTimes(device, MODEL, SETUP, FROZEN_ENCODERS, replace(PROFILE, steps=steps, heads=heads)), Degrees(), 1
+    )
+    work, ends = MicrobatchWork((700, 40), 300, 100), [0, *sorted(cuts), 32]
+    stages = [
+        StageWork(stop - start, start == 0, stop == 32, recomputed=recomputed and min(recomputed, stop - start))
+        for start, stop in pairwise(ends)
+    ]
+    again = None if recomputed is None else sum(each.recomputed or 0 for each in stages)
+    whole = StageWork(32, is_first=True, is_last=True, recomputed=again)
+    for of, share in ((times.forward_s, 0.6), (times.backward_s, 0.4)):
+        assert sum(of(each, work) for each in stages) == pytest.approx(of(whole, work) + share * 1e-3 * len(cuts))
 
 
 def test_the_embeddings_gradient_is_in_the_first_stages_backward() -> None:

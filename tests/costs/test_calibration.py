@@ -138,7 +138,8 @@ def test_the_hosts_work_is_that_of_a_step_or_else_as_profiled() -> None:
     microbatches, replicas = np.array([3.0, 4.0]), np.array([1.0, 2.0])
     unknown, known = (CalibratedTimes(base, each) for each in (Calibration("measure"), CALIBRATION))
     sizes = np.array([1, 2])
-    assert unknown.microbatch_s(sizes).tolist() == [0.5, 1.0] and known.microbatch_s(sizes).tolist() == [0.0, 0.0]
+    for each in (unknown, known):
+        assert each.microbatch_s(sizes).tolist() == [0.5, 1.0], "no factor has a rank's part"
     assert unknown.host_s(microbatches, replicas, has_encoders=True).tolist() == [8.0, 11.0]
     assert known.host_s(microbatches, replicas, has_encoders=True).tolist() == [0.0, 0.0], "it counts once a step"
 
@@ -190,6 +191,19 @@ def test_tokens_with_loss_beyond_the_few_take_their_own_time(measured: float, sh
 
     found = losses.beyond_s((1000,), np.array([1000.0]), np.array([1000.0 * share]))
     assert float(found[0]) == pytest.approx(seconds(1000.0 * share) - seconds(1000.0 * measured))
+
+
+def test_a_heads_forward_has_the_losss_share_of_further_tokens_and_not_its_stages() -> None:
+    steps = replace(PROFILE.steps, pass_s=0.01, pass_forward_share=0.6)
+    losses = {1: LossCosts(1e-6, (0.0,) * len(LENGTHS.num_tokens), forward_share=0.9)}
+    plain, apart = times(), times(replace(PROFILE, steps=steps, losses=losses, head_forward_share=0.5))
+    work = MicrobatchColumns.of([MicrobatchWork((4096,), 0, 1000)])
+    head = float(plain.head_s(TOKENS, 1)[0])
+    found = apart.microbatches_s(work, 1)
+    assert float(found.head[0]) == pytest.approx(head - 0.01 + 1e-3)
+    assert float(found.head_forward[0]) == pytest.approx(0.5 * head - 0.006 + 0.9e-3)
+    longer = times(replace(PROFILE, steps=replace(steps, pass_s=10.0)))
+    assert float(longer.head_s(TOKENS, 1)[0]) == pytest.approx(head / 4), "something is left"
 
 
 def test_measured_strategies_come_before_counted_forwards() -> None:

@@ -15,7 +15,7 @@ from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.costs.flops import IntArray
-from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.microbatches import MicrobatchColumns, ragged_squares
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import ScheduleName
@@ -126,11 +126,12 @@ def works_of(request: Request, packed: PackedBatches, first: int, last: int, *, 
     """Return the microbatches in slots ``first`` to ``last``, those of a rank after those of the one before."""
     workload = request.workload
     lengths = workload.lengths.astype(np.float64)
-    columns = (lengths, np.square(lengths), workload.vision_lengths, workload.target_lengths)
-    tokens, squares, vision, targets = (packed.sums(each)[first:last].T.reshape(-1) for each in columns)
-    none = np.zeros(0, dtype=np.int64), np.zeros(len(tokens), dtype=np.int64)
+    squares = np.square(lengths), ragged_squares(lengths)
+    columns = (lengths, *squares, workload.vision_lengths, workload.target_lengths)
+    sums = (packed.sums(each)[first:last].T.reshape(-1) for each in columns)
+    none = np.zeros(0, dtype=np.int64), np.zeros((last - first) * packed.dp, dtype=np.int64)
     images = _images(request, packed, first, last) if has_images else none
-    return MicrobatchColumns(tokens, squares, vision, targets, *images)
+    return MicrobatchColumns(*sums, *images)
 
 
 def _images(request: Request, packed: PackedBatches, first: int, last: int) -> tuple[IntArray, IntArray]:

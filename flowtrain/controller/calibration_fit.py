@@ -30,7 +30,7 @@ from flowtrain.costs.calibration import (
     shared_factors,
 )
 from flowtrain.costs.flops import FloatArray, IntArray
-from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.microbatches import MicrobatchColumns, ragged_squares
 from flowtrain.costs.profile_together import encoding_adds_s
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.emulation.process import BACKBONE
@@ -168,7 +168,9 @@ class Fit:
         self._partition: Partition = configured_partition(config, planned.model, degrees.pp)
         self._simulator = StepSimulator(self._partition, self._actions, self._encoder)
         lengths = planned.workload.lengths.astype(np.float64)
-        self._squares = float(np.square(lengths).sum() / lengths.sum())
+        self._squares, self._ragged = (
+            float(each.sum() / lengths.sum()) for each in (np.square(lengths), ragged_squares(lengths))
+        )
         specs = actor_specs_of(plan)
         self._on_cpu = times.device.name == CPU
         self._gathers_once = setup.sharding == "gradients"
@@ -343,6 +345,7 @@ class Fit:
         return MicrobatchColumns(
             tokens,
             self._squares * tokens,
+            self._ragged * tokens,
             data.vision_share * tokens,
             data.target_share * tokens,
             np.full(images.sum(), self._mean_patches(self._encoder)),

@@ -233,7 +233,10 @@ class _Measured:
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
             connector_rows={tp: times.vision_tokens for tp, times in self._backbones.items()},
             embeddings={tp: LengthTable(tokens, times.embeddings_s) for tp, times in self._backbones.items()},
-            attention={tp: AttentionCosts(times.square_s, times.squares) for tp, times in self._backbones.items()},
+            attention={
+                tp: AttentionCosts(times.square_s, times.squares, times.ragged_s, times.ragged)
+                for tp, times in self._backbones.items()
+            },
             losses={
                 tp: LossCosts(times.target_s, times.targets, times.further_s, times.target_forward_share)
                 for tp, times in self._backbones.items()

@@ -46,6 +46,8 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         ends_forward_share=mean("ends_forward_share"),
         square_s=mean("square_s"),
         squares=times[0].squares,
+        ragged_s=mean("ragged_s"),
+        ragged=times[0].ragged,
         target_s=mean("target_s"),
         further_s=mean("further_s"),
         target_forward_share=mean("target_forward_share"),

@@ -9,6 +9,15 @@ import numpy as np
 
 from flowtrain.costs.flops import FloatArray, IntArray
 
+ALIGNED_TOKENS = 16
+"""Attention takes longer for sequences whose lengths are no multiple of it: the last tile of a kernel is a part."""
+
+
+def ragged_squares(lengths: FloatArray | IntArray) -> FloatArray:
+    """Return the squared lengths of sequences, ``[S]``; 0 where they are aligned."""
+    squares: FloatArray = np.square(lengths, dtype=np.float64) * (lengths % ALIGNED_TOKENS > 0)
+    return squares
+
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchWork:
@@ -32,6 +41,8 @@ class MicrobatchColumns:
     num_tokens: FloatArray
     squares: FloatArray
     """Sums over sequences of their squared lengths."""
+    ragged: FloatArray
+    """The same of ``ragged_squares``."""
     vision_tokens: FloatArray
     target_tokens: FloatArray
     patches: IntArray
@@ -44,6 +55,7 @@ class MicrobatchColumns:
         return cls(
             np.array([each.num_tokens for each in works], dtype=np.float64),
             np.array([sum(length * length for length in each.lengths) for each in works], dtype=np.float64),
+            np.array([ragged_squares(np.array(each.lengths)).sum() for each in works]),
             np.array([each.vision_tokens for each in works], dtype=np.float64),
             np.array([each.target_tokens for each in works], dtype=np.float64),
             np.array([patches for each in works for patches in each.patches], dtype=np.int64),

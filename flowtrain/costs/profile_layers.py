@@ -32,13 +32,26 @@ class AttentionCosts:
     """Seconds for each squared token of a sub-sequence: one of n tokens takes n * n times as much."""
     squares: tuple[_Amount, ...]
     """Sums over sub-sequences of their squared tokens in the microbatches that the layer's table has times of."""
+    ragged_s: _Amount = 0.0
+    """Seconds in addition for each squared token where the length is ragged (``ragged_squares``)."""
+    ragged: tuple[_Amount, ...] = ()
+    """As ``squares``, of these sub-sequences alone."""
 
-    def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, squares: FloatArray) -> FloatArray:
+    def __post_init__(self) -> None:
+        if self.ragged_s and len(self.ragged) != len(self.squares):
+            raise ValueError(f"ragged has {len(self.ragged)} values, and squares {len(self.squares)}")
+
+    def beyond_s(
+        self, lengths: tuple[int, ...], num_tokens: FloatArray, squares: FloatArray, ragged: FloatArray
+    ) -> FloatArray:
         """Return seconds that microbatches take more than measured ones of as many tokens, ``[N]``; may be negative.
 
-        lengths: packed lengths of the table. squares: sums over each one's sub-sequences.
+        lengths: packed lengths of the table. squares, ragged: sums over each one's sub-sequences.
         """
-        return self.square_s * (squares - measured_amounts(lengths, num_tokens, self.squares))
+        beyond = self.square_s * (squares - measured_amounts(lengths, num_tokens, self.squares))
+        if not self.ragged_s:
+            return beyond
+        return beyond + self.ragged_s * (ragged - measured_amounts(lengths, num_tokens, self.ragged))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 from flowtrain.costs.collectives import BACKWARD_SHARE
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray, IntArray, backbone_passes
-from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds, ragged_squares
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
@@ -55,7 +55,8 @@ class ProfileTimes:
         self._again = _strategies_share(profile, communication.setup, measured)
         self._passes = self._again * _trained_share(communication.model, workload)
         lengths = workload.lengths.astype(np.float64)
-        self._squares_per_token = float(np.square(lengths).sum() / lengths.sum())
+        squares = np.square(lengths).sum(), ragged_squares(lengths).sum()
+        self._squares_per_token, self._ragged_per_token = np.array(squares) / lengths.sum()
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
             if 1 not in tables:
                 raise ConfigError(f"{profile.source}: {name} has no table for degree 1; {MEASURE_AGAIN}")
@@ -77,15 +78,16 @@ class ProfileTimes:
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._layers_s(num_tokens, self._squares_per_token * num_tokens, tp)
+        squares, ragged = self._squares_per_token * num_tokens, self._ragged_per_token * num_tokens
+        return self._layers_s(num_tokens, squares, ragged, tp)
 
-    def _layers_s(self, num_tokens: FloatArray, squares: FloatArray, tp: int) -> FloatArray:
-        """Seconds of a layer; squares: sums over sub-sequences of their squared tokens, where attention is apart."""
+    def _layers_s(self, num_tokens: FloatArray, squares: FloatArray, ragged: FloatArray, tp: int) -> FloatArray:
+        """Seconds of a layer; squares, ragged: as of ``MicrobatchColumns``, where attention is apart."""
         layers, attention = self._profile.layers, self._profile.attention
         seconds = _scaled(layers, num_tokens, tp, self._communication.layer_s)
         measured = _nearest(layers, tp)
         if measured in attention:
-            beyond = attention[measured].beyond_s(layers[measured].num_tokens, num_tokens, squares)
+            beyond = attention[measured].beyond_s(layers[measured].num_tokens, num_tokens, squares, ragged)
             seconds = np.maximum(seconds + beyond * (measured / tp), _LEAST_SHARE * seconds)
         return self._passes * seconds
 
@@ -116,7 +118,7 @@ class ProfileTimes:
         """As ``ModuleTimes``; without attention and losses apart, microbatches of as many tokens take as long."""
         tokens = works.num_tokens
         return MicrobatchSeconds(
-            self._layers_s(tokens, works.squares, tp),
+            self._layers_s(tokens, works.squares, works.ragged, tp),
             *self._heads_s(tokens, works.target_tokens, tp),
             self._connectors_s(tokens, works.vision_tokens, tp),
             self._embeddings_s(tokens, tp),

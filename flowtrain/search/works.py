@@ -8,7 +8,7 @@ import numpy as np
 
 from flowtrain.costs.action_times import StageWork
 from flowtrain.costs.flops import FloatArray, IntArray
-from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.microbatches import MicrobatchColumns, ragged_squares
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.packing.base import Bins
@@ -27,7 +27,7 @@ def works_of(sizes: SampleSizes, bins: Bins, slots: IntArray, encoder: str) -> M
     count = slots.size
     number = np.repeat(np.arange(count), np.diff(ends, prepend=0))
 
-    def summed(values: IntArray) -> FloatArray:
+    def summed(values: IntArray | FloatArray) -> FloatArray:
         return np.bincount(number, values[order], count).astype(np.float64)
 
     patches, num_images = np.zeros(0, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -39,6 +39,7 @@ def works_of(sizes: SampleSizes, bins: Bins, slots: IntArray, encoder: str) -> M
     return MicrobatchColumns(
         summed(sizes.tokens),
         summed(sizes.tokens**2),
+        summed(ragged_squares(sizes.tokens)),
         summed(sizes.vision_tokens),
         summed(sizes.target_tokens),
         patches,

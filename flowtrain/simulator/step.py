@@ -252,6 +252,7 @@ def cut(works: MicrobatchColumns, at: IntArray, part: IntArray) -> MicrobatchCol
     return MicrobatchColumns(
         works.num_tokens[at],
         works.squares[at],
+        works.ragged[at],
         works.vision_tokens[at],
         works.target_tokens[at],
         np.array([each for images in patches for each in images], dtype=np.int64),

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.microbatches import ALIGNED_TOKENS, ragged_squares
 from flowtrain.costs.profile_layers import FEW_TARGETS
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
@@ -46,6 +47,8 @@ STRATEGIES = {
 }
 """Kinds by the words of ``backbone.activation_checkpointing``."""
 _PARTS = 4
+_RAGGED = (-7, 7, -3, 3)
+"""Tokens by which sequences differ from ``_PARTS`` aligned ones."""
 _LEAST_S = 1e-9
 _MOST_SHARE = 0.9
 """Of a part's time in one of its passes, so that noise cannot take all of it."""
@@ -133,12 +136,13 @@ class BackboneProfiler:
             ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
             pass_s, pass_forward_s = self._pass_s([by_length[0] for by_length in mixes])
         longest = [by_length[-1] for by_length in mixes]
-        squares = [[sum(each.num_tokens**2 for each in mix) for mix in by_length] for by_length in mixes]
+        squares, ragged = np.array([[_squares(mix) for mix in by_length] for by_length in mixes]).transpose(2, 0, 1)
         targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
         vision = [[sum(each.num_vision_tokens for each in mix) for mix in by_length] for by_length in mixes]
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
         target_s, further_s, target_forward_s = self._targets_s(self._configured(mixes[0]))
+        square_s, ragged_s = self._squares_s(self._configured(mixes[0]))
         head_forward_s = float(np.median(forwards["blind"])) - forward_s
         return BackboneTimes(
             layers_s=_positive(layers),
@@ -151,8 +155,10 @@ class BackboneProfiler:
             ends_s=ends_s,
             ends_parameter_s=ends_parameter_s,
             ends_forward_share=ends_forward_share,
-            square_s=self._square_s(self._configured(mixes[0])),
+            square_s=square_s,
             squares=tuple(np.mean(squares, axis=0).tolist()),
+            ragged_s=ragged_s,
+            ragged=tuple(np.mean(ragged, axis=0).tolist()),
             target_s=target_s,
             further_s=further_s,
             target_forward_share=min(target_forward_s / max(target_s, _LEAST_S), 1.0),
@@ -176,27 +182,30 @@ class BackboneProfiler:
                     return
             yield number
 
-    def _square_s(self, mix: Sequence[PlannedSample]) -> float:
-        """Seconds of a layer's attention per squared token: one long sequence against several of as many tokens.
+    def _squares_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float]:
+        """Seconds of a layer's attention per squared token, and how many more in sequences of ragged lengths.
 
-        Of a run's own lengths: in far longer sequences each takes less.
+        By one long sequence against several of as many tokens, and by these against some of slightly other lengths. All
+        are such as a run has: in far longer ones each squared token takes less.
         """
-        num_tokens = sum(each.num_tokens for each in mix)
-        part = num_tokens // _PARTS
+        part = sum(each.num_tokens for each in mix) // _PARTS // ALIGNED_TOKENS * ALIGNED_TOKENS
         if not part:
-            return 0.0
-        whole, parts = (
-            [PlannedSample(number, length, 0, max(1, length - 1)) for number in range(count)]
-            for length, count in ((part * _PARTS, 1), (part, _PARTS))
-        )
-        batches = [self._batch(whole), self._batch(parts)]
+            return 0.0, 0.0
+        mixes = [
+            [PlannedSample(number, length, 0, 1) for number, length in enumerate(lengths)]
+            for lengths in ([part] * _PARTS, [part * _PARTS], [part + each for each in _RAGGED])
+        ]
+        batches = [self._batch(each) for each in mixes]
         found = []
         for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            deep, one = (self._step(depth, batches).microbatches_s for depth in (len(self._layers), 1))
+            deep, one = (np.array(self._step(depth, batches).microbatches_s) for depth in (len(self._layers), 1))
             if number >= WARMUP_STEPS:
-                found.append((deep[0] - deep[1]) - (one[0] - one[1]))
-        squares = (part * _PARTS) ** 2 - _PARTS * part**2
-        return max(0.0, statistics.median(found)) / (len(self._layers) - 1) / squares
+                aligned, *others = (deep - one) / (len(self._layers) - 1)
+                found.append([each - aligned for each in others])
+        longer_s, uneven_s = np.median(found, axis=0).tolist()
+        (few, _), (many, _), (slightly_more, ragged) = map(_squares, mixes)
+        square_s = max(0.0, longer_s) / (many - few)
+        return square_s, max(0.0, uneven_s - square_s * (slightly_more - few)) / ragged
 
     def _configured(self, by_length: Sequence[Sequence[PlannedSample]]) -> Sequence[PlannedSample]:
         """Return the mix whose length is nearest to the run's microbatches."""
@@ -208,22 +217,21 @@ class BackboneProfiler:
 
         And the forward's part of the former.
 
-        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be. They
-        come in both orders: one that follows a larger one takes longer, since its memory is other memory.
+        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be; a
+        step has several of one kind, as most of a run's are alike: one that follows a larger one takes longer.
         """
         mixes = [
             [replace(each, num_target_tokens=max(1, int(share * (each.num_tokens - 1)))) for each in mix]
             for share in (0.0, FEW_TARGETS, 1.0)
         ]
         more = np.diff([_num_targets(each) for each in mixes])
-        batches = [self._batch(each) for each in mixes]
+        batches = [[self._batch(each)] * 2 for each in mixes]
         found = []
         for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            rising, falling = (self._step(1, each) for each in (batches, batches[::-1]))
+            steps = [self._step(1, each) for each in batches]
             if number >= WARMUP_STEPS:
-                seconds = np.mean([rising.microbatches_s, falling.microbatches_s[::-1]], axis=0)
-                forwards = np.mean([rising.forwards_s, falling.forwards_s[::-1]], axis=0)
-                found.append(np.diff([seconds, forwards]) / np.maximum(more, 1))
+                both = [[statistics.fmean(step.microbatches_s), statistics.fmean(step.forwards_s)] for step in steps]
+                found.append(np.diff(both, axis=0).T / np.maximum(more, 1))
         (few, further), (forward, _) = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
         return few, further, forward
 
@@ -515,6 +523,12 @@ def _plan_of(batches: Sequence[PackedBatch], step: int, dp: int) -> StepPlan:
     ]
     most = max(batch.num_tokens for batch in batches)
     return StepPlan.of_slots(Unit(step, UnitKind.TRAIN, step, 0, dp * len(slots)), most, slots, ())
+
+
+def _squares(mix: Sequence[PlannedSample]) -> tuple[int, int]:
+    """Squared tokens of all sequences, and of those of ragged lengths alone."""
+    lengths = np.array([each.num_tokens for each in mix])
+    return int(np.square(lengths).sum()), int(ragged_squares(lengths).sum())
 
 
 def _num_targets(mix: Sequence[PlannedSample]) -> int:

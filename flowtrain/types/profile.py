@@ -61,6 +61,10 @@ class BackboneTimes:
     """Attention in one decoder layer, forward and backward with recomputation, per squared token of a sub-sequence."""
     squares: tuple[float, ...] = ()
     """Mean sums over sub-sequences of their squared tokens in the measured microbatches; ``[N]``, or none."""
+    ragged_s: float = 0.0
+    """As ``square_s``, in addition where the sub-sequence's length is ragged (``ragged_squares``)."""
+    ragged: tuple[float, ...] = ()
+    """As ``squares``, of those alone."""
     target_s: float = 0.0
     """The head and the loss, for each token with loss while they are few."""
     further_s: float = 0.0

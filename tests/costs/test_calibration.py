@@ -167,6 +167,17 @@ def test_attention_tells_long_sequences_from_short_ones() -> None:
     assert float(found.layer_s(TOKENS, 1)[0]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("lengths", "ragged"), [((2048, 2048), 0), ((2049, 2047), 2), ((2048, 1024, 1008, 16), 0)])
+def test_attention_of_ragged_lengths_takes_longer(lengths: tuple[int, ...], ragged: int) -> None:
+    none = (0.0,) * len(LENGTHS.num_tokens)
+    costs = AttentionCosts(0.0, none, ragged_s=1e-9, ragged=none)
+    found = times(replace(PROFILE, attention={1: costs})).microbatches_s(
+        MicrobatchColumns.of([MicrobatchWork(lengths, 0, 100)]), 1
+    )
+    more = 1e-9 * sum(each * each for each in lengths[:ragged])
+    assert float(found.layer[0]) == pytest.approx(float(times().layer_s(TOKENS, 1)[0]) + more)
+
+
 def test_the_head_takes_longer_the_more_tokens_have_a_loss() -> None:
     measured = 0.1 * np.array(LENGTHS.num_tokens)
     apart = replace(PROFILE, losses={1: LossCosts(1e-6, tuple(measured.tolist()))})

@@ -126,12 +126,12 @@ def works_of(request: Request, packed: PackedBatches, first: int, last: int, *, 
     """Return the microbatches in slots ``first`` to ``last``, those of a rank after those of the one before."""
     workload = request.workload
     lengths = workload.lengths.astype(np.float64)
-    squares = np.square(lengths), ragged_squares(lengths)
-    columns = (lengths, *squares, workload.vision_lengths, workload.target_lengths)
-    sums = (packed.sums(each)[first:last].T.reshape(-1) for each in columns)
-    none = np.zeros(0, dtype=np.int64), np.zeros((last - first) * packed.dp, dtype=np.int64)
+    lengths_squared = np.square(lengths), ragged_squares(lengths)
+    columns = (lengths, *lengths_squared, workload.vision_lengths, workload.target_lengths)
+    tokens, squares, ragged, vision, targets = (packed.sums(each)[first:last].T.reshape(-1) for each in columns)
+    none = np.zeros(0, dtype=np.int64), np.zeros(len(tokens), dtype=np.int64)
     images = _images(request, packed, first, last) if has_images else none
-    return MicrobatchColumns(*sums, *images)
+    return MicrobatchColumns(tokens, squares, ragged, vision, targets, *images)
 
 
 def _images(request: Request, packed: PackedBatches, first: int, last: int) -> tuple[IntArray, IntArray]:

@@ -17,7 +17,7 @@ from flowtrain.controller.calibration_fit import Fit, Pairs, TracedStep, traced_
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.costs.action_times import DeviceTimes
-from flowtrain.costs.calibration import Calibration
+from flowtrain.costs.calibration import Calibration, robust_mean
 from flowtrain.costs.cluster import DeviceType, data_sheet_device_type
 from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.devices import device_spec
@@ -71,18 +71,20 @@ def calibrate_runs(roots: Sequence[Path], profile: Path | None = None) -> Calibr
     devices, if the profile is of another model or device, or if nothing predicts times of their device.
     """
     runs = [_Run.of(root) for root in roots]
-    first, pairs, num_steps = runs[0], Pairs(), 0
+    first, pairs, num_steps, traced = runs[0], Pairs(), 0, list[list[TracedStep]]()
     base, own = _base_of(first.config, first.files, profile)
     facts = model_facts(first.config, first.planned.model)
     every = [_times_of(run, base) for run in runs]
     _check_alike(runs, every, base)
     for run, times in zip(runs, every, strict=True):
         fit = Fit(run.config, run.planned, times)
-        added = [fit.add(step, pairs) for step in _traced(run.files, run.config)]
+        steps = _traced(run.files, run.config)
+        added = [fit.add(step, pairs) for step in steps]
         if not any(added):
             raise ConfigError(f"{run.files.root}: {_NO_STEP}")
         fit.end(pairs)
         num_steps += sum(added)
+        traced.append(steps)
     times = every[0]
     found = base or Profile(times.device.name, facts, library_versions())
     if found.facts is None:
@@ -93,7 +95,14 @@ def calibrate_runs(roots: Sequence[Path], profile: Path | None = None) -> Calibr
         found = replace(found, device=device.name, facts=of_device)
     microbatches = own.microbatches if own is not None else found.microbatches
     calibration = pairs.calibration(", ".join(run.config.name for run in runs), list(first.config.encoders))
-    return CalibrationReport(replace(found, calibration=calibration, microbatches=microbatches), num_steps)
+    fitted = replace(found, calibration=calibration, microbatches=microbatches)
+    remainders: list[float] = []
+    for run, times, steps in zip(runs, every, traced, strict=True):
+        fit = Fit(run.config, run.planned, replace(times, profile=fitted))
+        remainders += (each for each in map(fit.remainder_s, steps) if each is not None)
+    if remainders:
+        calibration = replace(calibration, step_host_s=max(0.0, robust_mean(remainders)))
+    return CalibrationReport(replace(fitted, calibration=calibration), num_steps)
 
 
 @dataclass(frozen=True, slots=True)

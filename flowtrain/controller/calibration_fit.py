@@ -25,7 +25,6 @@ from flowtrain.costs.calibration import (
     Calibration,
     DeviceTotal,
     factor,
-    robust_mean,
     robust_remainder,
     shared_factors,
 )
@@ -99,8 +98,6 @@ class Pairs:
     """First forwards and last backwards of replicas that meet no other."""
     devices: list[DeviceTotal] = field(default_factory=list)
     """All that a device does in a run, where processes or threads share it."""
-    host_s: list[float] = field(default_factory=list)
-    """Of each step: seconds that are neither its ranks' work nor waits for data."""
 
     def add(self, kind: str, measured: float, predicted: float, num_spans: int = 1) -> None:
         """Add a pair of so many spans; a prediction of nothing says nothing."""
@@ -140,7 +137,6 @@ class Pairs:
             collectives=collectives,
             ends=ends,
             optimizer=factors.get(UPDATE, 1.0),
-            step_host_s=robust_mean(self.host_s) if self.host_s else None,
             num_spans=counted + (len(self.joined) if len(self.joined) >= FEWEST else 0),
         )
 
@@ -185,28 +181,16 @@ class Fit:
 
     def add(self, step: TracedStep, pairs: Pairs) -> bool:
         """Add what a step's spans took and should have taken; add nothing, and return False, if it cannot count."""
-        by_actor: defaultdict[str, list[Span]] = defaultdict(list)
-        for span in step.spans:
-            actor = span.actor.split(" ")[0]  # emulated ones say so
-            if actor in self._modules:
-                by_actor[actor].append(span)
+        by_actor = self._by_actor(step)
         if not self._is_whole(by_actor):
             return False
         shared: defaultdict[str, _Shared] = defaultdict(_Shared)
-        replicas: defaultdict[int, list[Span]] = defaultdict(list)
         meetings: _Meetings = defaultdict(list)
         for actor, spans in by_actor.items():
             if self._modules[actor] == BACKBONE:
-                main = [span for span in spans if span.name != DECODE]
-                dp_rank, _, tp_rank = _coordinates(actor)
-                if tp_rank == 0:
-                    replicas[dp_rank] += main
-                self._add_rank(step, main, pairs, shared[self._places[actor]], meetings)
+                self._add_rank(step, _passes_and_updates(spans), pairs, shared[self._places[actor]], meetings)
             else:
                 self._add_encoder(step, actor, spans, pairs, shared[self._places[actor]])
-        if self._with_encoders and self._degrees.pp == 1:  # a rank also waits while its device encodes
-            for place, each in shared.items():
-                replicas[self._replicas[place]] += each.spans
         if self._degrees.dp > 1:
             pairs.joined += map(tuple, meetings.values())
         else:
@@ -217,16 +201,32 @@ class Fit:
                 half = (float(added) - each.encoder_s) / 2.0  # each slows the other down
                 measured = _without(step.seconds_of(each.spans), each.fetching_s)
                 self._device_steps[place].append((measured, each.backbone_s + half, each.encoder_s + half))
-        busy = [self._busy_s(step, spans) for spans in replicas.values()]
-        known = [each for each in busy if each is not None]
-        if known and len(known) == len(busy):
-            pairs.host_s.append(max(0.0, step.seconds - step.starved_s - fmean(known)))
         return True
 
     def end(self, pairs: Pairs) -> None:
         """Add what is known once all steps were added."""
         totals = (DeviceTotal.of(*zip(*steps, strict=True)) for steps in self._device_steps.values())
         pairs.devices += [total for total in totals if total is not None]
+
+    def remainder_s(self, step: TracedStep) -> float | None:
+        """Return what a step takes beyond its ranks' work and their waits for data; None if that is not known.
+
+        The work is as predicted: passes that vary also make ranks wait for each other, which no pass tells. Where
+        encoders share the ranks' devices, it is as measured. Negative in a step that was faster than predicted.
+        """
+        by_actor = self._by_actor(step)
+        if not self._is_whole(by_actor):
+            return None
+        busy_s = self._shared_s(step, by_actor) if self._with_encoders else self._lists_s(by_actor)
+        return None if busy_s is None else step.seconds - step.starved_s - busy_s
+
+    def _by_actor(self, step: TracedStep) -> dict[str, list[Span]]:
+        found: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in step.spans:
+            actor = span.actor.split(" ")[0]  # emulated ones say so
+            if actor in self._modules:
+                found[actor].append(span)
+        return found
 
     def _is_whole(self, by_actor: Mapping[str, Sequence[Span]]) -> bool:
         """Whether no stage has a microbatch twice, as beside an evaluation, or where a step was begun again."""
@@ -238,40 +238,36 @@ class Fit:
                     return False
         return True
 
-    def _busy_s(self, step: TracedStep, spans: Sequence[Span]) -> float | None:
-        """Seconds that a replica's work alone would take, if no rank did anything else; None if that is not known.
+    def _shared_s(self, step: TracedStep, by_actor: Mapping[str, Sequence[Span]]) -> float | None:
+        """Measured seconds in which a mean replica's devices do anything; None with pipeline ranks, which wait."""
+        if self._degrees.pp > 1:
+            return None
+        replicas: defaultdict[int, list[Span]] = defaultdict(list)
+        for actor, spans in by_actor.items():
+            replicas[self._replicas[self._places[actor]]] += spans
+        return fmean(step.seconds_of(spans) for spans in replicas.values())
 
-        With pipeline ranks, which wait for each other between their actions: what their action lists would take.
-        """
-        if self._degrees.pp == 1:
-            return step.seconds_of(spans)
-        if self._config.pipeline.policy == "pipetune":
+    def _lists_s(self, by_actor: Mapping[str, Sequence[Span]]) -> float | None:
+        """Predicted seconds of the ranks' action lists and updates; None if these or their trace are not known."""
+        pipeline, degrees = self._config.pipeline, self._degrees
+        if pipeline.policy == "pipetune" and degrees.pp > 1:
             return None  # its lists were searched for each step
-        found: defaultdict[tuple[int, int, bool], float] = defaultdict(float)
-        updates = [0.0]
-        for span in spans:
-            if span.name == UPDATE:
-                updates.append(step.seconds_of([span]))
-                continue
-            stage = self._partition.of_module(StageModule(str(span.args["module"])))[int(span.args["stage"])]
-            place = self._partition.stages.index(stage)
-            found[place, int(span.args["microbatch"]), span.name == BACKWARD] += step.seconds_of([span])
-        count = len({microbatch for _, microbatch, _ in found})
-        program = self._simulator.named(self._config.pipeline.schedule, count, 1)
-        columns = program.computations
-        keys = list(zip(columns.place.tolist(), columns.microbatch.tolist(), columns.is_backward.tolist(), strict=True))
-        if set(keys) != set(found):
+        ranks = {_coordinates(actor): spans for actor, spans in by_actor.items() if self._modules[actor] == BACKBONE}
+        sizes: list[dict[int, tuple[float, int]]] = [{} for _ in range(degrees.dp)]
+        for (replica, _, _), spans in ranks.items():
+            for span in _passes_and_updates(spans):
+                if span.name != UPDATE:
+                    number, size = int(span.args["microbatch"]), (span.args["num_tokens"], span.args.get("images", 0))
+                    sizes[replica][number] = float(size[0]), max(int(size[1]), sizes[replica].get(number, (0.0, 0))[1])
+        counts = {len(each) for each in sizes}
+        if len(ranks) < degrees.world_size or len(counts) > 1:
             return None  # a part of the step's spans is not in the trace
-        parts = Counter(keys)
-        seconds = np.array([found[key] / parts[key] for key in keys])
-        sizes = np.zeros((2, count), dtype=np.int64)
-        for span in spans:
-            if span.name != UPDATE:
-                number, size = int(span.args["microbatch"]), (span.args["num_tokens"], span.args.get("images", 0))
-                sizes[:, number] = np.maximum(sizes[:, number], np.array(size, dtype=np.int64))
-        _, transfers = self._simulator.durations(program, self._columns(sizes[0].astype(np.float64), sizes[1]))
-        seconds += self._simulator.launches_s(program)
-        return Timeline(program, seconds, transfers, buffered=self._on_cpu).makespan_s + max(updates)
+        program = self._simulator.named(pipeline.schedule, counts.pop(), degrees.dp)
+        tokens, images = zip(*(each[number] for each in sizes for number in sorted(each)), strict=True)
+        works = self._columns(np.array(tokens), np.array(images, dtype=np.int64))
+        seconds, transfers = self._simulator.durations(program, works)
+        timeline = Timeline(program, seconds, transfers, buffered=self._on_cpu)
+        return timeline.makespan_s + self._simulator.optimizer_s()
 
     def _of_the_last(self, shared: Mapping[str, _Shared]) -> dict[str, _Shared]:
         """Of devices whose replicas meet in a step, that with the most to do: the others' spans have waits for it."""
@@ -399,6 +395,11 @@ class Fit:
     def _slowdown(self) -> float:
         """Of encoder and rank while both compute on one device."""
         return self._times.slowdown(self._encoder) if self._with_encoders else 1.0
+
+
+def _passes_and_updates(spans: Iterable[Span]) -> list[Span]:
+    """A rank's spans without those of its decoding threads."""
+    return [span for span in spans if span.name != DECODE]
 
 
 def _without(measured_s: float, known_s: float) -> float:

@@ -47,7 +47,7 @@ class Calibration:
     """Of what a step's first forward and last backward take more, of one replica."""
     optimizer: _Factor = 1.0
     step_host_s: _Amount | None = None
-    """Seconds of a step in which a mean replica neither computes nor waits for data; None if they are not known."""
+    """Seconds of a step beyond its action lists and waits for data; None if they are not known."""
     num_spans: Annotated[int, Field(ge=0)] = 0
     """Spans that the factors come from."""
 

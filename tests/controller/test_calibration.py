@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,14 +17,16 @@ import flowtrain
 from flowtrain.cli.app import app
 from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.calibration import CalibrationReport, calibrate_runs
-from flowtrain.controller.calibration_fit import JoinedPass, Pairs
+from flowtrain.controller.calibration import CalibrationReport, _Run, _times_of, _traced, calibrate_runs
+from flowtrain.controller.calibration_fit import WORK, Fit, JoinedPass, Pairs
 from flowtrain.costs.calibration import FEWEST, Calibration
 from flowtrain.costs.profile import read_profile
 from flowtrain.emulation.process import BACKBONE
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.trace import TraceWriter
+from flowtrain.pipeline.actions import StageModule
+from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.types.messages import Span
 from tests.e2e.worlds import World, tiny_config
 from tests.profiles import cpu_profile
@@ -242,18 +246,33 @@ def test_what_overlaps_on_a_shared_device_counts_once(config: RunConfig) -> None
     assert inside.backbone / beside.backbone == pytest.approx(0.9 / 1.2)
 
 
-def test_with_pipeline_ranks_the_host_has_what_their_lists_leave(config: RunConfig) -> None:
-    split = override_config(config, ["backbone.pipeline_parallel_size=2"])
-    actors = [f"backbone-dp0-pp{rank}-tp0" for rank in (0, 1)]
-    hosts = [
-        calibrate_runs([write_run(split, actors=actors, beside_s=beside_s)]).calibration.step_host_s
-        for beside_s in (0.0, 0.25)
-    ]
-    # Three microbatches of 0.15 s on two ranks: four slots, and an update of 0.01 s; transfers take little.
-    assert hosts[0] == pytest.approx(STEP_S - 0.5 - 4 * 0.15 - 0.01, abs=0.01)
-    assert hosts[1] - hosts[0] == pytest.approx(0.25)
-    alone = calibrate_runs([write_run(split, actors=actors[:1])]).calibration
-    assert alone.step_host_s is None, "a rank's spans are missing"
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_the_host_has_what_a_steps_lists_leave(config: RunConfig, degrees: tuple[int, int]) -> None:
+    dp, pp = degrees
+    split = override_config(config, [f"backbone.data_parallel_size={dp}", f"backbone.pipeline_parallel_size={pp}"])
+    actors = [f"backbone-dp{replica}-pp{rank}-tp0" for replica in range(dp) for rank in range(pp)]
+    found = []
+    for beside_s in (0.0, 0.25):
+        report = calibrate_runs([root := write_run(split, actors=actors, beside_s=beside_s)])
+        run, host_s = _Run.of(root), report.calibration.step_host_s
+        fit = Fit(run.config, run.planned, replace(_times_of(run, None), profile=report.profile))
+        rest = [fit.remainder_s(step) for step in _traced(run.files, run.config)]
+        assert sum(each for each in rest if each is not None) == pytest.approx(0.0, abs=1e-6), "all is explained"
+        assert host_s is not None and 0.0 < host_s < STEP_S - 0.5 + beside_s
+        found.append(host_s)
+    assert found[1] - found[0] == pytest.approx(0.25)
+    if len(actors) > 1:
+        alone = calibrate_runs([write_run(split, actors=actors[:1])]).calibration
+        assert alone.step_host_s is None, "a rank's spans are missing"
+
+
+def test_a_microbatchs_fetching_has_no_factor() -> None:
+    stage = Stage(StageModule.BACKBONE, 0, 0, 0, range(2))
+    later = Stage(StageModule.BACKBONE, 1, 0, 1, range(2, 4))
+    fit: Any = SimpleNamespace(_partition=Partition((stage, later)), _actions=SimpleNamespace(microbatch_s=0.5))
+    spans = [Span("rank", name, 0.0, 1.0, {"microbatch": number}) for number in (0, 1) for name in WORK[:2]]
+    assert Fit._fetching_s(fit, stage, spans).tolist() == [0.5, 0.0, 0.5, 0.0], "each forward of the rank's first stage"
+    assert not Fit._fetching_s(fit, later, spans).any()
 
 
 def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_memory_is_that_of_a_run() -> None:
 def test_stages_of_an_encoder_of_their_own_take_more_transfers(pp: int, chunks: int, freeze: tuple[str, ...]) -> None:
     """Each rank starts and waits for as many transfers of a microbatch as its action list has, none with less."""
     asked, _ = world(chunks, freeze=freeze)
-    times = Mock(microbatch_s=lambda size: np.zeros(len(size)), launch_s=1.0)
+    times = Mock(microbatch_s=lambda size: np.zeros(len(size)), launch_s=1.0, pass_s=0.0)
     for place in monolithic.places(asked, pp):
         partition, one = monolithic.monolithic_partition(asked, pp, place), columns(1, pp)
         schedule = one_f_one_b(partition, 4 * pp)

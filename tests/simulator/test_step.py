@@ -18,6 +18,7 @@ from flowtrain.costs.action_times import ActionTimes, DeviceTimes, StageWork
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
 from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.costs.roofline import Roofline
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
@@ -191,6 +192,22 @@ def test_ranks_spend_time_on_their_ends_of_transfers(pp: int, chunks: int, monke
     ends = np.array([int(np.isin(each, [Op.ISEND, Op.IRECV]).sum()) for each in kinds])
     np.testing.assert_allclose(of_rank, 0.5 * ends)
     # The planner's formula has the rank with the most of them.
-    times = Mock(microbatch_s=lambda replica_size: np.zeros(len(replica_size)), launch_s=0.5)
+    times = Mock(microbatch_s=lambda replica_size: np.zeros(len(replica_size)), launch_s=0.5, pass_s=0.0)
     asked = columns_of(Candidate(BACKBONE, "h200", Degrees(1, pp, 1)))
     assert calls_s(times, asked, chunks).tolist() == [0.5 * ends.max() / count]
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 3), (4, 2)])
+def test_ranks_spend_time_on_each_of_their_stages(pp: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 8
+    simulator = StepSimulator(build_partition(DEPTH, pp, chunks), action_times(Degrees(1, pp, 1)))
+    program = simulator.named("1f1b" if chunks == 1 else "interleaved_1f1b", count, 1)
+    works = MicrobatchColumns.of(drawn_works(Random(0), count))
+    alone, _ = simulator.durations(program, works)
+    monkeypatch.setattr(Roofline, "pass_s", 0.5)
+    seconds, _ = simulator.durations(program, works)
+    of_rank = np.bincount(program.computations.rank, seconds - alone, pp) / count
+    np.testing.assert_allclose(of_rank, 0.5 * chunks)
+    times = Mock(microbatch_s=lambda replica_size: np.zeros(len(replica_size)), launch_s=0.0, pass_s=0.5)
+    asked = columns_of(Candidate(BACKBONE, "h200", Degrees(1, pp, 1)))
+    assert calls_s(times, asked, chunks).tolist() == pytest.approx([of_rank.max()])

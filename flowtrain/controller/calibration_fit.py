@@ -244,7 +244,10 @@ class Fit:
             return None
         replicas: defaultdict[int, list[Span]] = defaultdict(list)
         for actor, spans in by_actor.items():
-            replicas[self._replicas[self._places[actor]]] += spans
+            of_rank = self._modules[actor] == BACKBONE
+            replicas[self._replicas[self._places[actor]]] += (
+                _passes_and_updates(spans) if of_rank else self._encoding(spans)
+            )
         return fmean(step.seconds_of(spans) for spans in replicas.values())
 
     def _lists_s(self, by_actor: Mapping[str, Sequence[Span]]) -> float | None:
@@ -253,18 +256,19 @@ class Fit:
         if pipeline.policy == "pipetune" and degrees.pp > 1:
             return None  # its lists were searched for each step
         ranks = {_coordinates(actor): spans for actor, spans in by_actor.items() if self._modules[actor] == BACKBONE}
-        sizes: list[dict[int, tuple[float, int]]] = [{} for _ in range(degrees.dp)]
+        sizes: list[dict[int, tuple[int, int]]] = [{} for _ in range(degrees.dp)]
         for (replica, _, _), spans in ranks.items():
-            for span in _passes_and_updates(spans):
-                if span.name != UPDATE:
-                    number, size = int(span.args["microbatch"]), (span.args["num_tokens"], span.args.get("images", 0))
-                    sizes[replica][number] = float(size[0]), max(int(size[1]), sizes[replica].get(number, (0.0, 0))[1])
+            for span in spans:
+                if span.name in (FORWARD, BACKWARD):
+                    number, images = int(span.args["microbatch"]), int(span.args.get("images", 0))
+                    _, known = sizes[replica].get(number, (0, 0))
+                    sizes[replica][number] = int(span.args["num_tokens"]), max(images, known)
         counts = {len(each) for each in sizes}
-        if len(ranks) < degrees.world_size or len(counts) > 1:
+        if len(ranks) < degrees.world_size or len(counts) > 1 or 0 in counts:
             return None  # a part of the step's spans is not in the trace
         program = self._simulator.named(pipeline.schedule, counts.pop(), degrees.dp)
-        tokens, images = zip(*(each[number] for each in sizes for number in sorted(each)), strict=True)
-        works = self._columns(np.array(tokens), np.array(images, dtype=np.int64))
+        columns = np.array([each[number] for each in sizes for number in sorted(each)], dtype=np.int64)
+        works = self._columns(columns[:, 0].astype(np.float64), columns[:, 1])
         seconds, transfers = self._simulator.durations(program, works)
         timeline = Timeline(program, seconds, transfers, buffered=self._on_cpu)
         return timeline.makespan_s + self._simulator.optimizer_s()
@@ -376,8 +380,7 @@ class Fit:
     def _add_encoder(self, step: TracedStep, actor: str, spans: Sequence[Span], pairs: Pairs, shared: _Shared) -> None:
         name = self._modules[actor]
         tp = self._config.encoders[name].tensor_parallel_size
-        # A CPU decodes images with the cores that forward them; an accelerator's host does it meanwhile.
-        work = [span for span in spans if span.name == ENCODE or (self._on_cpu and span.name == DECODE)]
+        work = self._encoding(spans)
         num_images = sum(int(span.args.get("images", 0)) for span in work if span.name == ENCODE)
         patches = np.full(num_images, self._mean_patches(name))
         predicted = float(self._times.each_forward_s(name, patches, tp).sum())
@@ -385,6 +388,13 @@ class Fit:
             shared.add(work, predicted, of_encoder=True)
         else:
             pairs.add(name, step.seconds_of(work), predicted)
+
+    def _encoding(self, spans: Iterable[Span]) -> list[Span]:
+        """An encoder's spans in which its device works.
+
+        A CPU decodes images with the cores that forward them; an accelerator's host does it meanwhile.
+        """
+        return [span for span in spans if span.name == ENCODE or (self._on_cpu and span.name == DECODE)]
 
     def _mean_patches(self, encoder: str) -> int:
         """Of an image."""

@@ -38,7 +38,7 @@ WARMUP_STEPS, MEASURED_STEPS = 1, 6
 MOST_STEPS, ENOUGH_S = 20, 60.0
 """Rounds over all lengths that are measured, as long as they do not take longer than that."""
 FEW_STEPS, SHORT_STEPS = 3, 20
-"""Measured steps where one length alone is measured, and where that is the shortest."""
+"""Measured steps where one length alone is measured, and where small differences between short ones are."""
 STRATEGIES = {
     "none": MemoryKind.KEEP,
     "selective": MemoryKind.SELECTIVE,
@@ -197,7 +197,7 @@ class BackboneProfiler:
         ]
         batches = [self._batch(each) for each in mixes]
         found = []
-        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+        for number in range(WARMUP_STEPS + SHORT_STEPS):
             deep, one = (np.array(self._step(depth, batches).microbatches_s) for depth in (len(self._layers), 1))
             if number >= WARMUP_STEPS:
                 aligned, *others = (deep - one) / (len(self._layers) - 1)
@@ -217,21 +217,21 @@ class BackboneProfiler:
 
         And the forward's part of the former.
 
-        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be; a
-        step has several of one kind, as most of a run's are alike: one that follows a larger one takes longer.
+        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be. Each
+        follows one like it, as most of a run's do: after a larger one it would take longer.
         """
         mixes = [
             [replace(each, num_target_tokens=max(1, int(share * (each.num_tokens - 1)))) for each in mix]
             for share in (0.0, FEW_TARGETS, 1.0)
         ]
         more = np.diff([_num_targets(each) for each in mixes])
-        batches = [[self._batch(each)] * 2 for each in mixes]
+        batches = [batch for each in mixes for batch in [self._batch(each)] * 2]
         found = []
-        for number in range(WARMUP_STEPS + MEASURED_STEPS):
-            steps = [self._step(1, each) for each in batches]
+        for number in range(WARMUP_STEPS + SHORT_STEPS):
+            step = self._step(1, batches)
             if number >= WARMUP_STEPS:
-                both = [[statistics.fmean(step.microbatches_s), statistics.fmean(step.forwards_s)] for step in steps]
-                found.append(np.diff(both, axis=0).T / np.maximum(more, 1))
+                seconds = np.array([step.microbatches_s[1::2], step.forwards_s[1::2]])
+                found.append(np.diff(seconds) / np.maximum(more, 1))
         (few, further), (forward, _) = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
         return few, further, forward
 

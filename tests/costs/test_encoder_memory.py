@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,7 @@ def kept_nbytes(
         result = stage(given, sizes, memory)
         if stage.is_first:
             del given  # of the batch, not of the stage
+    gc.collect()  # a cycle holds what is no activation until it is collected, whenever that is
     nbytes = live.nbytes(stage)
     del result
     return nbytes

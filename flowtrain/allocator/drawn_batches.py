@@ -27,8 +27,6 @@ _PART = 512
 _PACKED = 2048
 """Samples of all parts together, and about the most of a rank's that are packed at once: what a rank has more repeats
 these, one time after the other."""
-
-
 _LEAST_SLOTS = 64
 """Microbatches that such a part fills at least: each time the last one may be hardly filled."""
 

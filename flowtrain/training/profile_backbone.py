@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -22,14 +20,13 @@ from flowtrain.costs.microbatches import ALIGNED_TOKENS, ragged_squares
 from flowtrain.costs.profile_layers import FEW_TARGETS
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
-from flowtrain.pipeline.actions import Action, MemoryKind, MemoryStrategy
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import BackboneSource
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import clock_of
-from flowtrain.training.profile_memory import kept_nbytes
-from flowtrain.training.stages import Stages
+from flowtrain.training.profile_steps import HeldStages, Step, TimedStages
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
@@ -109,7 +106,7 @@ class BackboneProfiler:
         batches = {
             sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
         }
-        found: dict[str, list[_Step]] = {kind: [] for kind in kinds}
+        found: dict[str, list[Step]] = {kind: [] for kind in kinds}
         for number in self._rounds():
             for kind, (num_layers, sees, embeds) in kinds.items():
                 with nullcontext() if embeds else _without_gradient(self._embedding):
@@ -136,9 +133,7 @@ class BackboneProfiler:
             ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
             pass_s, pass_forward_s = self._pass_s([by_length[0] for by_length in mixes])
         longest = [by_length[-1] for by_length in mixes]
-        squares, ragged = np.array([[_squares(mix) for mix in by_length] for by_length in mixes]).transpose(2, 0, 1)
-        targets = [[_num_targets(mix) for mix in by_length] for by_length in mixes]
-        vision = [[sum(each.num_vision_tokens for each in mix) for mix in by_length] for by_length in mixes]
+        squares, ragged, targets, vision = np.mean([list(map(_amounts, each)) for each in mixes], axis=0).T.tolist()
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
         target_s, further_s, target_forward_s = self._targets_s(self._configured(mixes[0]))
@@ -156,14 +151,14 @@ class BackboneProfiler:
             ends_parameter_s=ends_parameter_s,
             ends_forward_share=ends_forward_share,
             square_s=square_s,
-            squares=tuple(np.mean(squares, axis=0).tolist()),
+            squares=tuple(squares),
             ragged_s=ragged_s,
-            ragged=tuple(np.mean(ragged, axis=0).tolist()),
+            ragged=tuple(ragged),
             target_s=target_s,
             further_s=further_s,
             target_forward_share=min(target_forward_s / max(target_s, _LEAST_S), 1.0),
-            targets=tuple(np.mean(targets, axis=0).tolist()),
-            vision_tokens=tuple(np.mean(vision, axis=0).tolist()),
+            targets=tuple(targets),
+            vision_tokens=tuple(vision),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=_share(head_forward_s, float(heads[-1])),
@@ -275,7 +270,7 @@ class BackboneProfiler:
 
     def _kept_nbytes(self, batches: Sequence[PackedBatch], memory: MemoryStrategy) -> int:
         """Bytes that the forward of a microbatch in the middle leaves for its backward."""
-        runtime = _HeldStages(self._trainer.stages, self._now_s, self._group.device)
+        runtime = HeldStages(self._trainer.stages, self._now_s, self._group.device)
         self._execute(self._trainer, batches, runtime, memory)
         return runtime.kept_nbytes
 
@@ -286,14 +281,14 @@ class BackboneProfiler:
         """
         batches = [self._batch(mix) for mix in mixes]
         depths = (1, len(self._layers))
-        found: dict[int, list[_Step]] = {depth: [] for depth in depths}
+        found: dict[int, list[Step]] = {depth: [] for depth in depths}
         for number in range(WARMUP_STEPS + SHORT_STEPS):
             for depth in depths:
                 step = self._step(depth, [batches[number % len(mixes)]])
                 if number >= WARMUP_STEPS:
                     found[depth].append(step)
 
-        def medians(of: Callable[[_Step], float]) -> tuple[float, float]:
+        def medians(of: Callable[[Step], float]) -> tuple[float, float]:
             shallow, deep = (statistics.median(map(of, found[depth])) for depth in depths)
             return shallow, deep
 
@@ -317,7 +312,7 @@ class BackboneProfiler:
         batches: Sequence[PackedBatch],
         memory: MemoryStrategy | None = None,
         trainer: Trainer | None = None,
-    ) -> _Step:
+    ) -> Step:
         """Run a step. trainer: None: of the model in one stage, which any number of layers can be left out of."""
         ends = [batches[-1], *batches, batches[-1]]
         with _only_layers(self._module, self._layers[:num_layers]):
@@ -331,19 +326,19 @@ class BackboneProfiler:
         # The last one in the middle is the same microbatch as those at the ends.
         first_s, last_s = runtime.forward_s[0] - forwards_s[-1], runtime.backward_s[len(ends) - 1] - backwards_s[-1]
         beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - first_s - last_s
-        return _Step(microbatches_s, forwards_s, beside_s, first_s, last_s)
+        return Step(microbatches_s, forwards_s, beside_s, first_s, last_s)
 
     def _run(
         self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None, trainer: Trainer | None = None
-    ) -> _TimedStages:
+    ) -> TimedStages:
         """Run a step; returns what timed it. memory: of all layers; None: as configured."""
         trainer = self._trainer if trainer is None else trainer
-        runtime = _TimedStages(trainer.stages, self._now_s)
+        runtime = TimedStages(trainer.stages, self._now_s)
         self._execute(trainer, batches, runtime, memory)
         return runtime
 
     def _execute(
-        self, trainer: Trainer, batches: Sequence[PackedBatch], runtime: _TimedStages, memory: MemoryStrategy | None
+        self, trainer: Trainer, batches: Sequence[PackedBatch], runtime: TimedStages, memory: MemoryStrategy | None
     ) -> None:
         self._steps += 1
         actions = trainer.begin_unit(_plan_of(batches, self._steps, self._group.degrees.dp))
@@ -421,71 +416,6 @@ def _with_one_word(config: RunConfig) -> RunConfig:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One measured step, in seconds."""
-
-    microbatches_s: list[float]
-    """Of each microbatch in the middle."""
-    forwards_s: list[float]
-    """Of their forwards."""
-    beside_s: float
-    """Of the step without any of its microbatches, and without what its ends take more."""
-    first_s: float
-    """Of its first forward, beyond the same microbatch's in the middle."""
-    last_s: float
-    """Of its last backward, likewise."""
-
-
-class _TimedStages:
-    """Calls the trainer's stages, and keeps the time of each microbatch's passes through all of them."""
-
-    def __init__(self, stages: Stages, now_s: Callable[[], float]) -> None:
-        self._stages, self._now_s = stages, now_s
-        self.forward_s: defaultdict[int, float] = defaultdict(float)
-        self.backward_s: defaultdict[int, float] = defaultdict(float)
-
-    def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
-        """See ``StageRuntime``."""
-        with self._timed(action, self.forward_s):
-            self._stages.forward_stage(action, microbatch)
-
-    def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
-        """See ``StageRuntime``."""
-        with self._timed(action, self.backward_s):
-            self._stages.backward_stage(action, microbatch, is_last=is_last)
-
-    def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
-        """See ``StageRuntime``."""
-        raise AssertionError(f"one stage has no transfers: {launches}")
-
-    def wait_transfer(self, action: Action) -> None:
-        """See ``StageRuntime``."""
-        raise AssertionError(f"one stage has no transfers: {action}")
-
-    @contextmanager
-    def _timed(self, action: Action, seconds: defaultdict[int, float]) -> Iterator[None]:
-        started_s = self._now_s()
-        yield
-        seconds[action.microbatch] += self._now_s() - started_s
-
-
-class _HeldStages(_TimedStages):
-    """Also counts the bytes that the forward of the second microbatch leaves."""
-
-    def __init__(self, stages: Stages, now_s: Callable[[], float], device: torch.device) -> None:
-        super().__init__(stages, now_s)
-        self._device = device
-        self.kept_nbytes = 0
-
-    def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
-        """See ``StageRuntime``."""
-        if action.microbatch != 1:
-            super().forward_stage(action, microbatch)
-            return
-        self.kept_nbytes = kept_nbytes(partial(self._stages.forward_stage, action, microbatch), self._device)
-
-
 @contextmanager
 def _only_layers(module: Backbone, layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let the model run these layers alone; the others keep their weights and get no gradient."""
@@ -529,6 +459,11 @@ def _squares(mix: Sequence[PlannedSample]) -> tuple[int, int]:
     """Squared tokens of all sequences, and of those of ragged lengths alone."""
     lengths = np.array([each.num_tokens for each in mix])
     return int(np.square(lengths).sum()), int(ragged_squares(lengths).sum())
+
+
+def _amounts(mix: Sequence[PlannedSample]) -> tuple[int, int, int, int]:
+    """``_squares``, the tokens with loss and the vision tokens."""
+    return *_squares(mix), _num_targets(mix), sum(each.num_vision_tokens for each in mix)
 
 
 def _num_targets(mix: Sequence[PlannedSample]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from statistics import fmean
@@ -25,8 +25,8 @@ from flowtrain.costs.calibration import (
     Calibration,
     DeviceTotal,
     factor,
+    part_factors,
     robust_remainder,
-    shared_factors,
 )
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns, ragged_squares
@@ -72,16 +72,22 @@ class JoinedPass:
 
     start_s: float
     measured_s: float
-    computing_s: float
+    layers_s: float
+    """Predicted, of computing without the head."""
+    head_s: float
     """Predicted."""
     collectives_s: float
     """Predicted, of what computing does not hide."""
     meets_first: bool = False
     """Whether the ranks meet before they compute, and not while or after they do."""
 
-    def meeting_s(self, backbone: float) -> float:
-        """Return when it comes to the others. backbone: factor of computing."""
-        return self.start_s if self.meets_first else self.start_s + backbone * self.computing_s
+    def computing_s(self, layers: float, head: float) -> float:
+        """Return its time without collectives; layers, head: factors."""
+        return layers * self.layers_s + head * self.head_s
+
+    def meeting_s(self, layers: float, head: float) -> float:
+        """Return when it comes to the others; arguments as above."""
+        return self.start_s if self.meets_first else self.start_s + self.computing_s(layers, head)
 
 
 @dataclass(slots=True)
@@ -96,8 +102,10 @@ class Pairs:
     """Passes of the ranks that meet in their collectives."""
     ends: list[JoinedPass] = field(default_factory=list)
     """First forwards and last backwards of replicas that meet no other."""
+    stages: list[DeviceTotal] = field(default_factory=list)
+    """Passes of a run's stages without collectives; parts: layers, head."""
     devices: list[DeviceTotal] = field(default_factory=list)
-    """All that a device does in a run, where processes or threads share it."""
+    """All that a device does in a run, where processes or threads share it; parts: layers, head, an encoder."""
 
     def add(self, kind: str, measured: float, predicted: float, num_spans: int = 1) -> None:
         """Add a pair of so many spans; a prediction of nothing says nothing."""
@@ -111,37 +119,44 @@ class Pairs:
         factors = {
             kind: factor(self.measured[kind], self.predicted[kind], self.num_spans[kind]) for kind in self._known()
         }
-        collectives, encoder = shared_factors(self.devices)
-        backbone = factors.get(BACKBONE, collectives)
+        of_stages, of_devices = (sum(total.num_spans for total in each) for each in (self.stages, self.devices))
+        layers, head, encoder = part_factors(self.devices, 3)
+        collectives = ends = layers
+        if of_stages >= FEWEST:
+            layers, head = part_factors(self.stages, 2)
+            ends = robust_remainder(*_beside_computing(self.ends, layers, head))
         if len(self.joined) >= FEWEST:
             # The rank that comes last waits for no other; the others' waits are none of the collectives' time.
-            last = [max(ranks, key=lambda each: each.meeting_s(backbone)) for ranks in self.joined]
-            took = [each.measured_s for each in last]
-            computing, joined = [each.computing_s for each in last], [each.collectives_s for each in last]
-            if BACKBONE in factors:
-                collectives = robust_remainder(took, [backbone * each for each in computing], joined)
-            else:  # every pass has collectives, so both get one factor
-                backbone = collectives = factor(took, [sum(each) for each in zip(computing, joined, strict=True)])
-        ends = backbone
-        if BACKBONE in factors:
-            known = [backbone * each.computing_s for each in self.ends]
-            took, copying = [each.measured_s for each in self.ends], [each.collectives_s for each in self.ends]
-            ends = robust_remainder(took, known, copying)
-        counted = sum(self.num_spans[kind] for kind in factors)
-        num_steps = sum(total.num_steps for total in self.devices)
-        counted += num_steps if num_steps >= FEWEST else 0
+            last = [max(ranks, key=lambda each: each.meeting_s(layers, head)) for ranks in self.joined]
+            measured, computing, joined = _beside_computing(last, layers, head)
+            if of_stages >= FEWEST:
+                collectives = robust_remainder(measured, computing, joined)
+            else:  # every pass has collectives, so all get one factor
+                _, computing, joined = _beside_computing(last, 1.0, 1.0)
+                together = [sum(each) for each in zip(computing, joined, strict=True)]
+                layers = head = collectives = ends = factor(measured, together)
+        counted = [*(self.num_spans[kind] for kind in factors), of_stages, of_devices, len(self.joined)]
         return Calibration(
             run=run,
-            backbone=backbone,
+            backbone=layers,
+            head=head,
             encoders={name: factors.get(name, encoder) for name in encoders},
             collectives=collectives,
             ends=ends,
             optimizer=factors.get(UPDATE, 1.0),
-            num_spans=counted + (len(self.joined) if len(self.joined) >= FEWEST else 0),
+            num_spans=sum(each for each in counted if each >= FEWEST),
         )
 
     def _known(self) -> list[str]:
         return [kind for kind, count in self.num_spans.items() if count >= FEWEST]
+
+
+def _beside_computing(
+    passes: Sequence[JoinedPass], layers: float, head: float
+) -> tuple[list[float], list[float], list[float]]:
+    """What passes took, their predicted computing with these factors, and their predicted collectives."""
+    computing = [each.computing_s(layers, head) for each in passes]
+    return [each.measured_s for each in passes], computing, [each.collectives_s for each in passes]
 
 
 class Fit:
@@ -177,7 +192,8 @@ class Fit:
         self._modules = {spec.name: spec.module for spec in traced}
         self._places = {spec.name: str(spec.index) if self._with_encoders else spec.name for spec in traced}
         self._replicas = {str(index): degrees.coordinates(index)[0] for index in range(degrees.world_size)}
-        self._device_steps: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+        self._stage_steps: _Steps = defaultdict(list)
+        self._device_steps: _Steps = defaultdict(list)
 
     def add(self, step: TracedStep, pairs: Pairs) -> bool:
         """Add what a step's spans took and should have taken; add nothing, and return False, if it cannot count."""
@@ -197,16 +213,18 @@ class Fit:
             pairs.ends += chain.from_iterable(meetings.values())
         if self._shares:
             for place, each in self._of_the_last(shared).items():
-                added = encoding_adds_s(np.array(each.encoder_s), np.array(each.backbone_s), self._slowdown)
+                backbone_s = each.layers_s + each.head_s
+                added = encoding_adds_s(np.array(each.encoder_s), np.array(backbone_s), self._slowdown)
                 half = (float(added) - each.encoder_s) / 2.0  # each slows the other down
                 measured = _without(step.seconds_of(each.spans), each.fetching_s)
-                self._device_steps[place].append((measured, each.backbone_s + half, each.encoder_s + half))
+                parts = each.layers_s + half, each.head_s, each.encoder_s + half
+                self._device_steps[place].append((measured, parts, len(each.spans)))
         return True
 
     def end(self, pairs: Pairs) -> None:
         """Add what is known once all steps were added."""
-        totals = (DeviceTotal.of(*zip(*steps, strict=True)) for steps in self._device_steps.values())
-        pairs.devices += [total for total in totals if total is not None]
+        for steps, found in ((self._stage_steps, pairs.stages), (self._device_steps, pairs.devices)):
+            found += (total for total in map(DeviceTotal.of, steps.values()) if total is not None)
 
     def remainder_s(self, step: TracedStep) -> float | None:
         """Return what a step takes beyond its ranks' work and their waits for data; None if that is not known.
@@ -264,7 +282,8 @@ class Fit:
                     _, known = sizes[replica].get(number, (0, 0))
                     sizes[replica][number] = int(span.args["num_tokens"]), max(images, known)
         counts = {len(each) for each in sizes}
-        if len(ranks) < degrees.world_size or len(counts) > 1 or 0 in counts:
+        are_whole = all(each.keys() == set(range(len(each))) for each in sizes)
+        if len(ranks) < degrees.world_size or len(counts) > 1 or 0 in counts or not are_whole:
             return None  # a part of the step's spans is not in the trace
         program = self._simulator.named(pipeline.schedule, counts.pop(), degrees.dp)
         columns = np.array([each[number] for each in sizes for number in sorted(each)], dtype=np.int64)
@@ -299,30 +318,39 @@ class Fit:
         for (module, number), found in passes.items():
             stage = self._partition.of_module(StageModule(module))[number]
             found.sort(key=lambda span: span.start_s)
-            computing = self._computing_s(stage, found)
+            layers, head = self._computing_s(stage, found)
+            computing = layers + head
             collectives, fetching = self._collectives_s(stage, found, computing), self._fetching_s(stage, found)
             if self._shares:
-                of_encoder = stage.module is StageModule.ENCODER
-                shared.add(found, float(computing.sum()), of_encoder=of_encoder)
-                shared.add((), float(collectives.sum()), of_encoder=False)
+                shared.spans += found
+                shared.layers_s += float(collectives.sum())
+                shared.head_s += float(head.sum())
                 shared.fetching_s += float(fetching.sum())
+                if stage.module is StageModule.ENCODER:
+                    shared.encoder_s += float(layers.sum())
+                else:
+                    shared.layers_s += float(layers.sum())
                 continue
             own = (_without(step.seconds_of([span]), each) for span, each in zip(found, fetching, strict=True))
             took, known = [], []
-            for span, measured, alone, joined in zip(found, own, computing.tolist(), collectives.tolist(), strict=True):
+            predicted = zip(layers.tolist(), head.tolist(), collectives.tolist(), strict=True)
+            for span, measured, (of_layers, of_head, joined) in zip(found, own, predicted, strict=True):
                 if stage.module is StageModule.ENCODER:
-                    pairs.add(self._encoder, measured, alone + joined)
+                    pairs.add(self._encoder, measured, of_layers + joined)
                 elif joined > 0.0:
                     is_backward = span.name == BACKWARD
                     key = (*_coordinates(span.actor)[1:], number, int(span.args["microbatch"]), int(is_backward))
                     meets_first = self._gathers_once and not is_backward
-                    meetings[key].append(JoinedPass(span.start_s / step.scale, measured, alone, joined, meets_first))
+                    start_s = span.start_s / step.scale
+                    meetings[key].append(JoinedPass(start_s, measured, of_layers, of_head, joined, meets_first))
                 else:
                     took.append(measured)
-                    known.append(alone)
+                    known.append((of_layers, of_head))
             # Together: forwards, backwards, and a step's first and last passes differ in how far predictions are off,
             # and which of them are the fewest would pass for outliers.
-            pairs.add(BACKBONE, sum(took), sum(known), len(took))
+            if took:
+                parts = tuple(map(sum, zip(*known, strict=True)))
+                self._stage_steps[f"{module} {number}"].append((sum(took), parts, len(took)))
 
     def _update_s(self, step: TracedStep, span: Span) -> tuple[float, float]:
         """Measured and predicted seconds of an update, without the exchange of a tied table's gradients before it."""
@@ -331,13 +359,17 @@ class Fit:
         tied = self._actions.tied_s(works)
         return _without(step.seconds_of([span]), tied), self._actions.optimizer_s(works) - tied
 
-    def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> FloatArray:
-        """Seconds of computing; spans: a stage's of one rank and step."""
+    def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> tuple[FloatArray, FloatArray]:
+        """Seconds of computing without the head, and of the head; spans: a stage's of one rank and step."""
         tokens = np.array([float(span.args["num_tokens"]) for span in spans])
         images = np.array([int(span.args.get("images", 0)) for span in spans])
         work = stage_work(self._partition, stage, self._encoder)
-        forward, backward = self._actions.passes_s(work, self._columns(tokens, images))
-        return np.where(self._are_backward(spans), backward, forward)
+        columns, are_backward = self._columns(tokens, images), self._are_backward(spans)
+        whole, layers = (
+            np.where(are_backward, *reversed(self._actions.passes_s(each, columns)))
+            for each in (work, replace(work, is_last=False))
+        )
+        return layers, whole - layers
 
     def _columns(self, tokens: FloatArray, images: IntArray) -> MicrobatchColumns:
         """Microbatches of so many tokens and images, with the data's mean mix."""
@@ -385,7 +417,8 @@ class Fit:
         patches = np.full(num_images, self._mean_patches(name))
         predicted = float(self._times.each_forward_s(name, patches, tp).sum())
         if self._shares:
-            shared.add(work, predicted, of_encoder=True)
+            shared.spans += work
+            shared.encoder_s += predicted
         else:
             pairs.add(name, step.seconds_of(work), predicted)
 
@@ -431,6 +464,8 @@ def _coordinates(actor: str) -> tuple[int, int, int]:
 
 _Meetings = defaultdict[tuple[int, ...], list[JoinedPass]]
 """Passes with collectives by pipeline and tensor parallel rank, stage, microbatch, and whether they are backwards."""
+_Steps = defaultdict[str, list[tuple[float, Sequence[float], int]]]
+"""Of each stage or device its steps, as ``DeviceTotal.of`` takes them."""
 
 
 @dataclass(slots=True)
@@ -438,22 +473,16 @@ class _Shared:
     """What a device did in a step."""
 
     spans: list[Span] = field(default_factory=list)
-    backbone_s: float = 0.0
-    """Predicted."""
+    layers_s: float = 0.0
+    """Predicted, of the backbone without the head."""
+    head_s: float = 0.0
     encoder_s: float = 0.0
     fetching_s: float = 0.0
     """Likewise, of microbatches; no factor's."""
 
     @property
     def predicted_s(self) -> float:
-        return self.backbone_s + self.encoder_s
-
-    def add(self, spans: Iterable[Span], predicted_s: float, *, of_encoder: bool) -> None:
-        self.spans += spans
-        if of_encoder:
-            self.encoder_s += predicted_s
-        else:
-            self.backbone_s += predicted_s
+        return self.layers_s + self.head_s + self.encoder_s
 
 
 def traced_steps(spans: Sequence[Span], lines: Sequence[dict[str, Any]], scale: float) -> Iterator[TracedStep]:

@@ -33,6 +33,10 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
     def mean(name: str) -> float:
         return statistics.mean(getattr(one, name) for one in times)
 
+    def mean_share(name: str, of: str) -> float:
+        whole = sum(getattr(one, of) for one in times)
+        return sum(getattr(one, name) * getattr(one, of) for one in times) / whole if whole > 0.0 else mean(name)
+
     return BackboneTimes(
         layers_s=each("layers_s"),
         heads_s=each("heads_s"),
@@ -43,21 +47,21 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         embeddings_s=each("embeddings_s"),
         ends_s=mean("ends_s"),
         ends_parameter_s=mean("ends_parameter_s"),
-        ends_forward_share=mean("ends_forward_share"),
+        ends_forward_share=mean_share("ends_forward_share", "ends_s"),
         square_s=mean("square_s"),
         squares=times[0].squares,
         ragged_s=mean("ragged_s"),
         ragged=times[0].ragged,
         target_s=mean("target_s"),
         further_s=mean("further_s"),
-        target_forward_share=mean("target_forward_share"),
+        target_forward_share=mean_share("target_forward_share", "target_s"),
         targets=times[0].targets,
         vision_tokens=times[0].vision_tokens,
         strategies=_mean_layers([one.strategies for one in times]),
         forward_share=mean("forward_share"),
         head_forward_share=mean("head_forward_share"),
         pass_s=mean("pass_s"),
-        pass_forward_share=mean("pass_forward_share"),
+        pass_forward_share=mean_share("pass_forward_share", "pass_s"),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ FEWEST = 8
 LEAST = 0.05
 """The least factor of a part whose time is the rest of what was measured."""
 _APART = 0.2
-"""Share by which factors of work that shares a device usually differ."""
+"""Share by which factors of a device's parts of work usually differ."""
 _NOISE, _STEP_NOISE = 0.03, 0.1
 """Shares by which a run's totals are off, and, in addition, each of its steps."""
 _DEVIATIONS = 3.0
@@ -37,8 +37,10 @@ class Calibration:
 
     run: str
     """Name of the run, or of several."""
-    backbone: _Factor = 1.0
-    """Of forwards and backwards of backbone stages, without collectives."""
+    backbone: _Factor
+    """Of forwards and backwards of backbone stages, without the head, collectives and the fetching of microbatches."""
+    head: _Factor
+    """Of the head and the loss."""
     encoders: dict[str, _Factor] | None = None
     """Of encode batches, by encoder; None: of all 1."""
     collectives: _Factor = 1.0
@@ -100,44 +102,50 @@ def robust_remainder(measured: Sequence[float], known: Sequence[float], predicte
 
 @dataclass(frozen=True, slots=True)
 class DeviceTotal:
-    """What a device did in the steps of a run, in seconds: all of it, and predictions of both kinds of work."""
+    """What a device, or a stage, did in the steps of a run, in seconds: all of it, and predictions of its parts."""
 
     measured_s: float
-    backbone_s: float
-    encoder_s: float
+    parts_s: tuple[float, ...]
+    """Of each kind of work."""
     num_steps: int
     """With those that are left out."""
+    num_spans: int
+    """Likewise."""
 
     @classmethod
-    def of(cls, measured: Sequence[float], backbone: Sequence[float], encoder: Sequence[float]) -> DeviceTotal | None:
-        """Sum steps whose ratio of measured to predicted is no outlier; None if nothing was predicted."""
-        steps = np.array([measured, backbone, encoder])
-        steps = steps[:, steps[1:].sum(axis=0) > 0.0]
-        if not steps.size:
+    def of(cls, steps: Sequence[tuple[float, Sequence[float], int]]) -> DeviceTotal | None:
+        """Sum steps whose ratio of measured to predicted is no outlier; None if nothing was predicted.
+
+        steps: of each what was measured, its parts, and its number of spans.
+        """
+        known = [each for each in steps if sum(each[1]) > 0.0]
+        if not known:
             return None
-        kept = steps[:, _no_outliers(steps[0] / steps[1:].sum(axis=0))]
-        measured_s, backbone_s, encoder_s = kept.sum(axis=1).tolist()
-        return cls(measured_s, backbone_s, encoder_s, steps.shape[1])
+        measured, parts = (np.array([each[at] for each in known]) for at in (0, 1))
+        kept = _no_outliers(measured / parts.sum(axis=1))
+        num_spans = sum(each[2] for each in known)
+        return cls(float(measured[kept].sum()), tuple(parts[kept].sum(axis=0).tolist()), len(known), num_spans)
 
 
-def shared_factors(totals: Sequence[DeviceTotal]) -> tuple[float, float]:
-    """Return the factors of the backbone's and of an encoder's work on devices that do both; never below ``LEAST``.
+def part_factors(totals: Sequence[DeviceTotal], num_parts: int) -> list[float]:
+    """Return a factor of each part of what devices do; never below ``LEAST``.
 
-    They are the likeliest if the two differ by ``_APART``, totals are off by ``_NOISE`` and steps by ``_STEP_NOISE``
-    (one standard deviation each). So devices whose work is alike get about one factor for all of it, since they say
-    nothing of its parts. 1 for fewer steps than ``FEWEST``.
+    They are the likeliest if two of them differ by ``_APART``, totals are off by ``_NOISE`` and steps by
+    ``_STEP_NOISE`` (one standard deviation each). So devices whose work is alike get about one factor for all of it,
+    since they say nothing of its parts, and a part that none has gets the others' mean. 1 for fewer spans than
+    ``FEWEST``.
     """
-    if sum(total.num_steps for total in totals) < FEWEST:
-        return 1.0, 1.0
+    if sum(total.num_spans for total in totals) < FEWEST:
+        return [1.0] * num_parts
     measured = np.array([total.measured_s for total in totals])
-    parts = np.array([[total.backbone_s, total.encoder_s] for total in totals])
+    parts = np.array([total.parts_s for total in totals])
     common = float(measured.sum() / parts.sum())
     num_steps = np.array([total.num_steps for total in totals])
     weights = 1.0 / (measured * np.sqrt(_NOISE**2 + _STEP_NOISE**2 / num_steps))
-    prior = np.array([1.0, -1.0]) / (_APART * common)
-    found = np.linalg.lstsq(np.vstack([parts * weights[:, None], prior]), np.append(measured * weights, 0.0))[0]
-    backbone, encoder = np.maximum(found, LEAST).tolist()
-    return backbone, encoder
+    prior = (np.eye(num_parts) - 1.0 / num_parts) * np.sqrt(2.0) / (_APART * common)
+    values = np.concatenate([measured * weights, np.zeros(num_parts)])
+    found = np.linalg.lstsq(np.vstack([parts * weights[:, None], prior]), values)[0]
+    return [float(each) for each in np.maximum(found, LEAST)]
 
 
 class CalibratedTimes:
@@ -152,7 +160,7 @@ class CalibratedTimes:
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return self._by.backbone * self._base.head_s(num_tokens, tp)
+        return self._by.head * self._base.head_s(num_tokens, tp)
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -161,7 +169,13 @@ class CalibratedTimes:
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
         """As ``ModuleTimes``."""
         found, by = self._base.microbatches_s(works, tp), self._by.backbone
-        return MicrobatchSeconds(*(by * getattr(found, each.name) for each in fields(MicrobatchSeconds)))
+        return MicrobatchSeconds(
+            by * found.layer,
+            self._by.head * found.head,
+            self._by.head * found.head_forward,
+            by * found.connector,
+            by * found.embedding,
+        )
 
     def images_s(self, encoder: str, tp: int, *, together: FloatArray | float | None = None) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -245,6 +259,7 @@ def factors_text(calibration: Calibration) -> Mapping[str, str]:
     encoders = {f"encoders.{name}": f"{value:.3f}" for name, value in (calibration.encoders or {}).items()}
     return {
         "backbone": f"{calibration.backbone:.3f}",
+        "head": f"{calibration.head:.3f}",
         **encoders,
         "collectives": f"{calibration.collectives:.3f}",
         "ends of a step": f"{calibration.ends:.3f}",

@@ -98,12 +98,12 @@ class ProfileTimes:
     def _heads_s(self, num_tokens: FloatArray, num_target_tokens: FloatArray, tp: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of the head without its stage's ``pass_s``, and those of its forward."""
 
-        def reducing(tokens: FloatArray, degree: int) -> FloatArray:
-            return self._communication.head_s(tokens, num_target_tokens, degree)
+        def unsplit(tokens: FloatArray, degree: int) -> FloatArray:
+            return self._communication.head_s(tokens, num_target_tokens, degree) + self.pass_s
 
         heads, losses, share = self._profile.heads, self._profile.losses, self._profile.head_forward_share
         share = 1.0 - BACKWARD_SHARE if share is None else share
-        whole = _scaled(heads, num_tokens, tp, reducing)
+        whole = _scaled(heads, num_tokens, tp, unsplit)
         seconds, forward = whole - self.pass_s, share * whole - self.pass_forward_share * self.pass_s
         measured = _nearest(heads, tp)
         if measured in losses:
@@ -111,7 +111,7 @@ class ProfileTimes:
             beyond = (measured / tp) * costs.beyond_s(heads[measured].num_tokens, num_tokens, num_target_tokens)
             seconds = seconds + beyond
             forward = forward + (share if costs.forward_share is None else costs.forward_share) * beyond
-        seconds = np.maximum(seconds, _LEAST_SHARE * whole)
+        seconds = np.maximum(seconds, (_LEAST_SHARE * whole - self.pass_s).clip(0.0))
         return seconds, forward.clip(0.0, seconds)
 
     def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
@@ -300,17 +300,18 @@ def _measured_setup(setup: TrainingSetup, model: Mapping[str, Any]) -> TrainingS
     )
 
 
-_Reducing = Callable[[FloatArray, int], FloatArray]
+_Unsplit = Callable[[FloatArray, int], FloatArray]
+"""Seconds that a tensor parallel degree does not divide."""
 
 
 def _nothing(num_tokens: FloatArray, tp: int) -> FloatArray:
     return np.zeros_like(num_tokens)
 
 
-def _scaled(tables: Mapping[int, LengthTable], num_tokens: FloatArray, tp: int, reducing: _Reducing) -> FloatArray:
+def _scaled(tables: Mapping[int, LengthTable], num_tokens: FloatArray, tp: int, unsplit: _Unsplit) -> FloatArray:
     measured = _nearest(tables, tp)
-    computing = np.maximum(tables[measured](num_tokens) - reducing(num_tokens, measured), 0.0)
-    return computing * (measured / tp) + reducing(num_tokens, tp)
+    computing = np.maximum(tables[measured](num_tokens) - unsplit(num_tokens, measured), 0.0)
+    return computing * (measured / tp) + unsplit(num_tokens, tp)
 
 
 def _nearest(tables: Mapping[int, Any], tp: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -125,20 +126,20 @@ class BackboneProfiler:
         layers = np.minimum(layers, (deep - connectors) / depth)
         embeddings = np.minimum(embeddings, _MOST_SHARE * (deep - depth * layers - connectors))
         heads = deep - depth * layers - connectors - embeddings
-        step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = pass_s = pass_forward_s = 0.0
+        step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = pass_s = pass_forward_share = 0.0
         if self._group.degrees.tp == 1:
             short = self.replica_steps([by_length[0] for by_length in mixes])
             step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
             ends_s, ends_parameter_s = line_through(short.num_parameters, short.ends_s)
             ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
-            pass_s, pass_forward_s = self._pass_s([by_length[0] for by_length in mixes])
+            pass_s, pass_forward_share = self._pass_s([by_length[0] for by_length in mixes])
         longest = [by_length[-1] for by_length in mixes]
         squares, ragged, targets, vision = np.mean([list(map(_amounts, each)) for each in mixes], axis=0).T.tolist()
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
-        target_s, further_s, target_forward_s = self._targets_s(self._configured(mixes[0]))
-        square_s, ragged_s = self._squares_s(self._configured(mixes[0]))
-        head_forward_s = float(np.median(forwards["blind"])) - forward_s
+        head_forward_share = _share(float(np.median(forwards["blind"])) - forward_s, float(heads[-1]))
+        target_s, further_s, target_forward_share = self._targets_s(self._configured(mixes[0]), head_forward_share)
+        square_s, ragged_s = self._squares_s([self._configured(each) for each in mixes])
         return BackboneTimes(
             layers_s=_positive(layers),
             heads_s=_positive(heads),
@@ -156,14 +157,14 @@ class BackboneProfiler:
             ragged=tuple(ragged),
             target_s=target_s,
             further_s=further_s,
-            target_forward_share=min(target_forward_s / max(target_s, _LEAST_S), 1.0),
+            target_forward_share=target_forward_share,
             targets=tuple(targets),
             vision_tokens=tuple(vision),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
-            head_forward_share=_share(head_forward_s, float(heads[-1])),
+            head_forward_share=head_forward_share,
             pass_s=pass_s,
-            pass_forward_share=min(pass_forward_s / max(pass_s, _LEAST_S), 1.0),
+            pass_forward_share=pass_forward_share,
         )
 
     def _rounds(self) -> Iterator[int]:
@@ -177,17 +178,20 @@ class BackboneProfiler:
                     return
             yield number
 
-    def _squares_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float]:
+    def _squares_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> tuple[float, float]:
         """Seconds of a layer's attention per squared token, and how many more in sequences of ragged lengths.
 
-        By one long sequence against several of as many tokens, and by these against some of slightly other lengths. All
-        are such as a run has: in far longer ones each squared token takes less.
+        By sequences as long as the longest of the mixes against more of a quarter, and by these against some of
+        slightly other lengths: in sequences that are far longer than a run's each squared token takes less.
         """
-        part = sum(each.num_tokens for each in mix) // _PARTS // ALIGNED_TOKENS * ALIGNED_TOKENS
-        if not part:
+        num_tokens = max(sum(each.num_tokens for each in mix) for mix in mixes)
+        longest = max(each.num_tokens for mix in mixes for each in mix)
+        part = max(longest // _PARTS // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
+        count = num_tokens // (_PARTS * part)
+        if not count:
             return 0.0, 0.0
         mixes = [
-            [PlannedSample(number, length, 0, 1) for number, length in enumerate(lengths)]
+            [PlannedSample(number, length, 0, 1) for number, length in enumerate(lengths * count)]
             for lengths in ([part] * _PARTS, [part * _PARTS], [part + each for each in _RAGGED])
         ]
         batches = [self._batch(each) for each in mixes]
@@ -207,10 +211,10 @@ class BackboneProfiler:
         configured = self._config.scheduler.microbatch_tokens
         return min(by_length, key=lambda mix: abs(sum(each.num_tokens for each in mix) - configured))
 
-    def _targets_s(self, mix: Sequence[PlannedSample]) -> tuple[float, float, float]:
+    def _targets_s(self, mix: Sequence[PlannedSample], forward_share: float) -> tuple[float, float, float]:
         """Seconds of the head for each token with loss, up to ``FEW_TARGETS`` of a microbatch and beyond.
 
-        And the forward's part of the former.
+        And the forward's share of the former; ``forward_share`` if they take no time.
 
         Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be. Each
         follows one like it, as most of a run's do: after a larger one it would take longer.
@@ -228,17 +232,18 @@ class BackboneProfiler:
                 seconds = np.array([step.microbatches_s[1::2], step.forwards_s[1::2]])
                 found.append(np.diff(seconds) / np.maximum(more, 1))
         (few, further), (forward, _) = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
-        return few, further, forward
+        return few, further, min(forward / few, 1.0) if few > 0.0 else forward_share
 
     def _pass_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> tuple[float, float]:
-        """Seconds of forward and backward that a further pipeline stage adds to a microbatch, and the forward's part.
+        """Seconds of forward and backward that a further pipeline stage adds to a microbatch, and the forward's share.
 
         Steps of the whole model in one stage and in two take turns; the shorter the microbatches, the less does their
-        noise hide it. 0 for a model whose measured layers must lie in one stage.
+        noise hide it. 0 for a model whose measured layers must lie in one stage, and on an accelerator, whose host
+        starts a stage's kernels while those of the one before run.
         """
         spec = self._source.model_spec.backbone
-        if spec.num_layers <= spec.first_layers:
-            return 0.0, 0.0
+        if spec.num_layers <= spec.first_layers or self._group.device.type != "cpu":
+            return 0.0, 0.5
         pipeline = PipelineConfig(schedule="interleaved_1f1b", chunks=2)
         cut = Trainer(self._config.model_copy(update={"pipeline": pipeline}), self._source, self._group, 10**6)
         found = []
@@ -249,8 +254,10 @@ class BackboneProfiler:
                 found.append(
                     [sum(two.microbatches_s) - sum(one.microbatches_s), sum(two.forwards_s) - sum(one.forwards_s)]
                 )
+        del cut
+        gc.collect()  # a trainer's stages refer to it
         both, forward = (np.median(found, axis=0) / FEW_STEPS).clip(0.0).tolist()
-        return both, min(forward, both)
+        return both, min(forward / both, 1.0) if both > 0.0 else 0.5
 
     def _strategy(self, kind: MemoryKind, mix: Sequence[PlannedSample]) -> LayerTimes:
         """Times of a layer that follows a memory strategy, over a full microbatch."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from flowtrain.controller.planning.planned_run import planned_samples, workload_
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import _refs, _tensor_degrees, modules_apart
 from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, slowest_facts
+from flowtrain.costs.microbatches import ALIGNED_TOKENS
 from flowtrain.costs.profile import model_facts
+from flowtrain.costs.profile_layers import FEW_TARGETS
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
@@ -41,7 +44,8 @@ from flowtrain.training.profile_backbone import (
 )
 from flowtrain.training.profile_encoder import measure_encoder_layers
 from flowtrain.training.profile_pieces import Pieces
-from flowtrain.types.plan import Degrees
+from flowtrain.training.profile_steps import Step
+from flowtrain.types.plan import Degrees, PlannedSample
 from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from tests.e2e.worlds import World, tiny_config
 from tests.training.test_qwen3_vl import CONNECTOR, Case
@@ -173,9 +177,39 @@ def test_a_further_stage_is_measured_by_running_one(profiler: Profiler, config: 
     source = family_from_config(config).shallow(3)
     measuring = BackboneProfiler(config, source, profiler._group, lambda: float(next(reads)))
     mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
-    assert measuring._pass_s([by_length[0] for by_length in mixes]) == (2.0, 1.0), "both passes, and the forward's"
+    assert measuring._pass_s([by_length[0] for by_length in mixes]) == (2.0, 0.5), "both passes, half of it forward"
     single = BackboneProfiler(config, family_from_config(config).shallow(1), profiler._group)
-    assert single._pass_s([by_length[0] for by_length in mixes]) == (0.0, 0.0), "one layer is one stage"
+    assert single._pass_s([by_length[0] for by_length in mixes]) == (0.0, 0.5), "one layer is one stage"
+
+
+def test_costs_of_attention_and_of_the_loss_are_told_by_microbatches_that_differ_in_them() -> None:
+    """A step here takes what a microbatch's tokens, squares and targets cost, so the costs must come back."""
+    square_s, ragged_s, few_s, further_s, forward_share = 3e-6, 1e-6, 2e-4, 1e-4, 0.75
+    config = SimpleNamespace(scheduler=SimpleNamespace(microbatch_tokens=512))
+    fake: Any = SimpleNamespace(_layers=range(3), _batch=lambda mix: mix, _config=config)
+
+    def step(num_layers: int, mixes: list[list[PlannedSample]]) -> Step:
+        seconds, forwards = [], []
+        for mix in mixes:
+            lengths = np.array([each.num_tokens for each in mix])
+            ragged = (lengths**2 * (lengths % ALIGNED_TOKENS > 0)).sum()
+            targets = sum(each.num_target_tokens for each in mix)
+            few = min(targets, int(FEW_TARGETS * (lengths - 1).sum()))
+            head_s = few_s * few + further_s * (targets - few)
+            layer_s = 0.01 + square_s * (lengths**2).sum() + ragged_s * ragged
+            seconds.append(0.1 + num_layers * layer_s + head_s)
+            forwards.append(0.1 + num_layers * layer_s / 3.0 + forward_share * head_s)
+        return Step(seconds, forwards, 0.0, 0.0, 0.0)
+
+    fake._step = step
+    for lengths in ([500], [90, 300, 60], [20] * 25):
+        mix = [PlannedSample(number, length, 0, length // 3) for number, length in enumerate(lengths)]
+        assert BackboneProfiler._squares_s(fake, [mix, mix[:1]]) == pytest.approx((square_s, ragged_s))
+    assert BackboneProfiler._squares_s(fake, [[PlannedSample(0, 40, 0, 1)]]) == (0.0, 0.0), "too short to differ"
+    mix = [PlannedSample(number, 101, 0, 10) for number in range(5)]
+    assert BackboneProfiler._targets_s(fake, mix, 0.5) == pytest.approx((few_s, further_s, forward_share))
+    few_s = further_s = 0.0
+    assert BackboneProfiler._targets_s(fake, mix, 0.5) == (0.0, 0.0, 0.5), "nothing has no share"
 
 
 def test_an_embedding_without_a_gradient_hands_one_to_nobody() -> None:

@@ -19,7 +19,7 @@ from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.calibration import CalibrationReport, _Run, _times_of, _traced, calibrate_runs
 from flowtrain.controller.calibration_fit import WORK, Fit, JoinedPass, Pairs
-from flowtrain.costs.calibration import FEWEST, Calibration
+from flowtrain.costs.calibration import FEWEST, Calibration, DeviceTotal
 from flowtrain.costs.profile import read_profile
 from flowtrain.emulation.process import BACKBONE
 from flowtrain.errors import ConfigError
@@ -50,6 +50,7 @@ def config(tmp_path: Path) -> RunConfig:
 def write_run(
     config: RunConfig,
     longer: float = 1.0,
+    last_longer: float = 1.0,
     stall: bool = False,
     actors: Sequence[str] = ("backbone-dp0-pp0-tp0",),
     joined_s: float = 0.0,
@@ -61,7 +62,7 @@ def write_run(
 ) -> Path:
     """Write what a run leaves. The devices' time is half of this machine's.
 
-    longer: factor of all its spans. actors: of the backbone; each has the stage of its pipeline rank. joined_s: more
+    longer: factor of all its spans. last_longer: further one of the last actor's. actors: of the backbone; each has the stage of its pipeline rank. joined_s: more
     of a step's first forward and last backward. late_s: the last actor begins so much later, and the others' last
     backward waits for it. beside_s: more of a step than its spans. encode_at_s: of an encoder's
     span, since the step began. evaluated: a step that an evaluation comes before. first_traced: of the steps.
@@ -79,7 +80,8 @@ def write_run(
             at, stage = begin + 0.1 + late_s * (actor == actors[-1]), int(actor.partition("-pp")[2][0])
             for number in range(MICROBATCHES):
                 for name, seconds in (("forward", 0.1), ("backward", 0.2)):
-                    took = longer * seconds * (20 if stall and step == 5 and number == 1 else 1)
+                    seconds *= longer * (last_longer if actor == actors[-1] else 1.0)
+                    took = seconds * (20 if stall and step == 5 and number == 1 else 1)
                     took += joined_s * ((name, number) in (("forward", 0), ("backward", MICROBATCHES - 1)))
                     took += late_s * ((name, number) == ("backward", MICROBATCHES - 1) and actor != actors[-1])
                     args: dict[str, int | float | str] = {
@@ -138,6 +140,14 @@ def test_passes_that_always_take_longer_count(config: RunConfig) -> None:
     plain, longer = (calibrate_runs([write_run(config, joined_s=each)]).calibration for each in (0.0, 0.3))
     took = MICROBATCHES * 0.3
     assert longer.backbone == pytest.approx(plain.backbone * (took + 2 * 0.3) / took)
+
+
+def test_a_last_stage_that_takes_longer_tells_of_the_head(config: RunConfig) -> None:
+    split = override_config(config, ["backbone.pipeline_parallel_size=2", "name=split"])
+    actors = [f"backbone-dp0-pp{rank}-tp0" for rank in (0, 1)]
+    found = [calibrate_runs([write_run(split, last_longer=each, actors=actors)]).calibration for each in (1.0, 1.2)]
+    even, longer = (each.head / each.backbone for each in found if each.head is not None)
+    assert longer > 1.05 * even
 
 
 def test_several_runs_are_one_fit(config: RunConfig) -> None:
@@ -204,19 +214,21 @@ def test_a_profile_of_something_else_is_refused(config: RunConfig, tmp_path: Pat
 def test_the_ends_of_one_replicas_steps_tell_nothing_of_collectives() -> None:
     pairs = Pairs()
     for _ in range(FEWEST):
-        pairs.add(BACKBONE, 30.0, 10.0, FEWEST)
-        pairs.ends.append(JoinedPass(0.0, 3.0 + 5.0, 1.0, 2.5))
+        pairs.stages.append(DeviceTotal(30.0, (6.0, 4.0), FEWEST, FEWEST))
+        pairs.ends.append(JoinedPass(0.0, 3.0 + 5.0, 0.6, 0.4, 2.5))
     found = pairs.calibration("run", ["vision"])
-    assert found.backbone == pytest.approx(3.0) and found.ends == pytest.approx(2.0)
+    assert found.backbone == pytest.approx(3.0) and found.head == pytest.approx(3.0)
+    assert found.ends == pytest.approx(2.0)
     assert found.collectives == 1.0
 
 
 def test_where_every_pass_has_collectives_both_get_one_factor() -> None:
-    passes = [JoinedPass(0.0, 3.0 * (number + 1), number, 1.0) for number in range(9)]
-    waiting = [replace(each, computing_s=each.computing_s - 0.5) for each in passes]
+    passes = [JoinedPass(0.0, 3.0 * (number + 3), number, 2.0, 1.0) for number in range(9)]
+    waiting = [replace(each, layers_s=each.layers_s - 0.5) for each in passes]
     pairs = Pairs(joined=list(zip(waiting, passes, strict=True)))
     found = pairs.calibration("run", ["vision"])
-    assert found.backbone == found.collectives == pytest.approx(3.0) and found.encoder("vision") == 1.0
+    assert found.backbone == found.head == found.collectives == found.ends == pytest.approx(3.0)
+    assert found.encoder("vision") == 1.0
     pairs.joined.pop(), pairs.joined.pop()
     assert pairs.calibration("run", ["vision"]).collectives == 1.0, "too few say nothing"
 
@@ -258,7 +270,8 @@ def test_the_host_has_what_a_steps_lists_leave(config: RunConfig, degrees: tuple
         fit = Fit(run.config, run.planned, replace(_times_of(run, None), profile=report.profile))
         rest = [fit.remainder_s(step) for step in _traced(run.files, run.config)]
         assert sum(each for each in rest if each is not None) == pytest.approx(0.0, abs=1e-6), "all is explained"
-        assert host_s is not None and 0.0 < host_s < STEP_S - 0.5 + beside_s
+        # A step waits 0.5 s for data; passes of 0.45 s and an update of 0.01 s follow, a stage's after the one before.
+        assert host_s == pytest.approx(STEP_S - 0.5 + beside_s - (0.45 + 0.15 * (pp - 1) + 0.01), rel=0.02)
         found.append(host_s)
     assert found[1] - found[0] == pytest.approx(0.25)
     if len(actors) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,9 @@ from flowtrain.costs.calibration import (
     Calibration,
     DeviceTotal,
     factor,
+    part_factors,
     robust_mean,
     robust_remainder,
-    shared_factors,
 )
 from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
@@ -34,7 +34,7 @@ from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, workload
 from tests.costs.test_profile import LENGTHS, PROFILE, times
 
-CALIBRATION = Calibration("measure", backbone=1.5, encoders={"vision": 0.5}, optimizer=2.0, step_host_s=0.25)
+CALIBRATION = Calibration("measure", backbone=1.5, head=0.75, encoders={"vision": 0.5}, optimizer=2.0, step_host_s=0.25)
 TOKENS = np.array([4096.0])
 
 
@@ -61,35 +61,44 @@ def test_the_rest_of_what_was_measured_tells_its_own_factor(true: float, predict
 FACTORS = st.floats(0.8, 1.6)
 
 
-@given(FACTORS, FACTORS, st.floats(0.05, 0.95))
-def test_devices_with_other_shares_of_work_tell_its_factors_apart(
-    backbone: float, encoder: float, share: float
+@given(st.lists(FACTORS, min_size=2, max_size=3), st.floats(0.05, 0.9), st.integers(20, 100))
+def test_totals_with_other_shares_of_work_tell_its_factors_apart(
+    true: list[float], share: float, num_steps: int
 ) -> None:
-    totals = [
-        DeviceTotal(10.0 * (part * backbone + (1.0 - part) * encoder), 10.0 * part, 10.0 * (1.0 - part), 100)
-        for part in (share, 1.0, 0.0)
-    ]
-    assert shared_factors(totals) == pytest.approx((backbone, encoder), rel=0.05)
-    alike = shared_factors(totals[:1] * 3)
-    together = share * backbone + (1.0 - share) * encoder
-    assert share * alike[0] + (1.0 - share) * alike[1] == pytest.approx(together, rel=0.01)
-    assert alike[0] == pytest.approx(alike[1], rel=0.02), "one kind of total says nothing of its parts"
-    stalled = DeviceTotal(50.0, 10.0 * share, 10.0 * (1.0 - share), 1)
-    odd = shared_factors([*totals, stalled])
-    assert odd == pytest.approx((backbone, encoder), rel=0.2), "a total of one step counts little"
-    few = [DeviceTotal(1.0, 1.0, 1.0, FEWEST - 1)]
-    assert shared_factors(few) == (1.0, 1.0), "too few steps say nothing"
+    count = len(true)
+
+    def total(parts: list[float]) -> DeviceTotal:
+        took = sum(factor * part for factor, part in zip(true, parts, strict=True))
+        return DeviceTotal(took, tuple(parts), num_steps, num_steps)
+
+    mixed = [10.0 * share, *[10.0 * (1.0 - share) / (count - 1)] * (count - 1)]
+    alone = [[10.0 * (part == number) for part in range(count)] for number in range(count)]
+    totals = [total(parts) for parts in (mixed, *alone)]
+    assert part_factors(totals, count) == pytest.approx(true, rel=0.06)
+    alike = part_factors(totals[:1] * 3, count)
+    assert sum(each * part for each, part in zip(alike, mixed, strict=True)) == pytest.approx(totals[0].measured_s)
+    assert max(alike) == pytest.approx(min(alike)), "one kind of total says nothing of its parts"
+    stalled = DeviceTotal(50.0, tuple(mixed), 1, 1)
+    assert part_factors([*totals, stalled], count) == pytest.approx(true, rel=0.25), "one step counts little"
+    few = [DeviceTotal(1.0, tuple(mixed), FEWEST - 1, FEWEST - 1)]
+    assert part_factors(few, count) == [1.0] * count, "too few spans say nothing"
+
+
+def test_a_part_that_no_total_has_gets_the_mean_of_the_others() -> None:
+    totals = [DeviceTotal(11.0, (10.0, 0.0, 0.0), 100, 100), DeviceTotal(13.0, (0.0, 10.0, 0.0), 100, 100)]
+    layers, head, encoder = part_factors(totals, 3)
+    assert (layers, head) == pytest.approx((1.1, 1.3), rel=0.03) and encoder == pytest.approx((layers + head) / 2.0)
+    assert part_factors([DeviceTotal(*each) for each in ((11.0, (10.0, 0.0), 100, 100), (13.0, (0.0, 10.0), 100, 100))], 2) == pytest.approx([layers, head]), "and changes nothing"
 
 
 @given(st.lists(st.floats(0.1, 1.0), min_size=20, max_size=40), st.integers(0, 3))
 def test_a_total_leaves_out_stalled_steps(backbone: list[float], stalls: int) -> None:
-    measured = [1.2 * each + 0.12 for each in backbone]
-    for number in range(stalls):
-        measured[number] *= 50.0
-    total = DeviceTotal.of(measured, backbone, [0.1] * len(backbone))
-    assert total is not None and total.num_steps == len(backbone)
-    assert total.measured_s == pytest.approx(1.2 * (total.backbone_s + total.encoder_s))
-    assert DeviceTotal.of([1.0], [0.0], [0.0]) is None
+    steps = [(1.2 * each + 0.12, (each, 0.1), 4) for each in backbone]
+    steps = [(took * (50.0 if number < stalls else 1.0), *rest) for number, (took, *rest) in enumerate(steps)]
+    total = DeviceTotal.of([*steps, (1.0, (0.0, 0.0), 1)])
+    assert total is not None and (total.num_steps, total.num_spans) == (len(backbone), 4 * len(backbone))
+    assert total.measured_s == pytest.approx(1.2 * sum(total.parts_s))
+    assert DeviceTotal.of([(1.0, (0.0, 0.0), 1)]) is None, "nothing was predicted"
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))
@@ -107,9 +116,11 @@ def test_times_have_the_factors_and_the_host_counts_once_a_step() -> None:
     parameters = np.array([1e9])
     assert after.step_s(parameters) == pytest.approx(2.0 * before.step_s(parameters) + 0.25)
     work = MicrobatchColumns.of([MicrobatchWork((700, 40), 300, 100)])
-    for name in ("layer", "head", "connector"):
-        one, other = (getattr(each.microbatches_s(work, 1), name) for each in (before, after))
-        assert other == pytest.approx(1.5 * one)
+    assert after.head_s(TOKENS, 1) == pytest.approx(0.75 * before.head_s(TOKENS, 1))
+    one, other = (each.microbatches_s(work, 1) for each in (before, after))
+    for field in fields(one):
+        by = 0.75 if field.name.startswith("head") else 1.5
+        assert getattr(other, field.name) == pytest.approx(by * getattr(one, field.name)), field.name
     assert fitted.link_efficiency == plain.link_efficiency, "links are still by data sheet"
 
 
@@ -118,7 +129,7 @@ def test_plans_count_collectives_with_their_factor(sharding: Any) -> None:
     columns = CandidateColumns.of(Candidate("backbone", "h200", Degrees(dp=8)))
     setup, devices, seconds = replace(SETUP, sharding=sharding), cluster(h200=8), []
     for collectives in (1.0, 3.0):
-        profile = Profile("h200", {}, {}, calibration=Calibration("measure", collectives=collectives))
+        profile = Profile("h200", {}, {}, calibration=Calibration("measure", 1.0, 1.0, collectives=collectives))
         (device,) = devices.device_types
         times = DeviceTimes(device, MODEL, setup, FROZEN_ENCODERS, profile).of(workload())
         ranks = np.array([[0] * 3, [MODEL.backbone.num_layers] * 3])
@@ -136,7 +147,7 @@ def test_the_hosts_work_is_that_of_a_step_or_else_as_profiled() -> None:
 
     base: Any = SimpleNamespace(microbatch_s=lambda replica_size: 0.5 * replica_size, host_s=host_s)
     microbatches, replicas = np.array([3.0, 4.0]), np.array([1.0, 2.0])
-    unknown, known = (CalibratedTimes(base, each) for each in (Calibration("measure"), CALIBRATION))
+    unknown, known = (CalibratedTimes(base, each) for each in (Calibration("measure", 1.0, 1.0), CALIBRATION))
     sizes = np.array([1, 2])
     for each in (unknown, known):
         assert each.microbatch_s(sizes).tolist() == [0.5, 1.0], "no factor has a rank's part"
@@ -213,8 +224,11 @@ def test_a_heads_forward_has_the_losss_share_of_further_tokens_and_not_its_stage
     found = apart.microbatches_s(work, 1)
     assert float(found.head[0]) == pytest.approx(head - 0.01 + 1e-3)
     assert float(found.head_forward[0]) == pytest.approx(0.5 * head - 0.006 + 0.9e-3)
-    longer = times(replace(PROFILE, steps=replace(steps, pass_s=10.0)))
-    assert float(longer.head_s(TOKENS, 1)[0]) == pytest.approx(head / 4), "something is left"
+    longer = times(replace(PROFILE, steps=replace(steps, pass_s=0.9 * head)))
+    assert float(longer.head_s(TOKENS, 1)[0]) == pytest.approx(0.1 * head), "both make what was measured"
+    alone = replace(PROFILE, heads={1: PROFILE.heads[1]})
+    of_four, apart_of_four = (float(times(each).head_s(TOKENS, 4)[0]) for each in (alone, replace(alone, steps=steps)))
+    assert apart_of_four == pytest.approx(of_four - 0.01 / 4), "ranks do not share a stage's own time"
 
 
 def test_measured_strategies_come_before_counted_forwards() -> None:

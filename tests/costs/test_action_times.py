@@ -165,7 +165,9 @@ def test_a_replica_alone_copies_in_a_steps_first_forward_and_last_backward(layer
     assert forward + backward == pytest.approx(whole) and forward == pytest.approx(share * whole)
     assert times.ends_s(replace(stage, has_backward=False)) == (forward, 0.0)
     assert times.ends_s(StageWork(1, False, False, has_backward=False, encoder="vision")) == (0.0, 0.0)
-    calibrated = replace(measured, profile=replace(measured.profile, calibration=Calibration("run", 1.0, 1.0, ends=2.0)))
+    calibrated = replace(
+        measured, profile=replace(measured.profile, calibration=Calibration("run", 1.0, 1.0, ends=2.0))
+    )
     assert replace(times, times=calibrated).ends_s(stage) == pytest.approx((2 * forward, 2 * backward))
 
 

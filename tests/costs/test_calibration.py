@@ -88,7 +88,9 @@ def test_a_part_that_no_total_has_gets_the_mean_of_the_others() -> None:
     totals = [DeviceTotal(11.0, (10.0, 0.0, 0.0), 100, 100), DeviceTotal(13.0, (0.0, 10.0, 0.0), 100, 100)]
     layers, head, encoder = part_factors(totals, 3)
     assert (layers, head) == pytest.approx((1.1, 1.3), rel=0.03) and encoder == pytest.approx((layers + head) / 2.0)
-    assert part_factors([DeviceTotal(*each) for each in ((11.0, (10.0, 0.0), 100, 100), (13.0, (0.0, 10.0), 100, 100))], 2) == pytest.approx([layers, head]), "and changes nothing"
+    assert part_factors(
+        [DeviceTotal(*each) for each in ((11.0, (10.0, 0.0), 100, 100), (13.0, (0.0, 10.0), 100, 100))], 2
+    ) == pytest.approx([layers, head]), "and changes nothing"
 
 
 @given(st.lists(st.floats(0.1, 1.0), min_size=20, max_size=40), st.integers(0, 3))

@@ -21,7 +21,6 @@ from flowtrain.controller.calibration import CalibrationReport, _Run, _times_of,
 from flowtrain.controller.calibration_fit import WORK, Fit, JoinedPass, Pairs
 from flowtrain.costs.calibration import FEWEST, Calibration, DeviceTotal
 from flowtrain.costs.profile import read_profile
-from flowtrain.emulation.process import BACKBONE
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.trace import TraceWriter
@@ -62,10 +61,11 @@ def write_run(
 ) -> Path:
     """Write what a run leaves. The devices' time is half of this machine's.
 
-    longer: factor of all its spans. last_longer: further one of the last actor's. actors: of the backbone; each has the stage of its pipeline rank. joined_s: more
-    of a step's first forward and last backward. late_s: the last actor begins so much later, and the others' last
-    backward waits for it. beside_s: more of a step than its spans. encode_at_s: of an encoder's
-    span, since the step began. evaluated: a step that an evaluation comes before. first_traced: of the steps.
+    longer: factor of all its spans. last_longer: further one of the last actor's. actors: of the backbone; each has the
+    stage of its pipeline rank. joined_s: more of a step's first forward and last backward. late_s: the last actor
+    begins so much later, and the others' last backward waits for it. beside_s: more of a step than its spans.
+    encode_at_s: of an encoder's span, since the step began. evaluated: a step that an evaluation comes before.
+    first_traced: of the steps.
     """
     root = run_dir(config).root
     root.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,12 @@ profile``); each case is simulated with its own degrees on it, over the very bat
 runs of a case and mix have the same batches, and each step counts with its median time.
 Calibrated predictions use ``flowtrain calibrate`` on the same case's runs of the other mixes, never on the runs that
 are tested. Peak memory is what the living tensors of the fullest backbone rank take, counted at each new one in a run
-of its own (as benchmarks/memory.py does); what a plan reserves, for full microbatches, stands beside it. Other guests
-of the host change the machine's speed by several percent from run to run. A probe watches it, and errors of calibrated
-predictions stand there twice: as they are, and scaled by the probe's times in both sets of runs. Runs use the
+of its own (as benchmarks/memory.py does); what a plan reserves, for full microbatches, stands beside it. Runs use the
 quickstart's model, and with --models-dir (written by scripts/real_models.py) a second one. Exits with 1 if a run fails.
+
+Other guests of the host change the machine's speed by several percent from run to run. A probe watches it. A run does
+not count if its probe was more than 5 % slower than that of the fastest one of the same case and mix; others take its
+place, in up to twice as many rounds. Errors of calibrated predictions also stand there scaled by the probe's times.
 
 --keep: profiles and timed runs stay there; what is there already is not measured again.
 """
@@ -62,6 +64,10 @@ from flowtrain.models.families.registry import family_from_config
 
 STEPS, QUICK_STEPS = 35, 15
 ROUNDS, QUICK_ROUNDS = 3, 1
+QUIET = 1.05
+"""A run counts if its probe took at most as many times as long as the fastest one of the same case and mix."""
+MOST_ROUNDS = 2
+"""Times as many rounds as asked for, at most, until so many runs count."""
 ALL_MIXES = (*MIXES, FULL)
 
 
@@ -149,6 +155,12 @@ def possible(label: str, workload: Workload, cases: Sequence[Case]) -> list[Case
     return found
 
 
+def quiet(runs: Sequence[Ran]) -> list[Ran]:
+    """Return the runs of a case and mix that count, by the machine's speed alone."""
+    limit = QUIET * min((each.machine_s for each in runs), default=0.0)
+    return [each for each in runs if each.machine_s <= limit]
+
+
 def test_rates(
     label: str, workloads: dict[str, Workload], cases: Sequence[Case], steps: int, rounds: int, file: Path
 ) -> list[Tested]:
@@ -157,11 +169,14 @@ def test_rates(
     tested = []
     for case in cases:
         runs: dict[str, list[Ran]] = {mix: [] for mix in workloads}
-        for number in range(rounds):
+        for number in range(MOST_ROUNDS * rounds):
             for mix, workload in workloads.items():
+                if len(quiet(runs[mix])) >= rounds:
+                    continue
                 name = _run_name(label, case.name, mix, str(number))
                 runs[mix].append(run(config_of(workload, case, name, steps), case))
                 _say(f"{name}: {runs[mix][-1].rate:.2f} samples/s, machine {1e3 * runs[mix][-1].machine_s:.2f} ms")
+        runs = {mix: quiet(every) for mix, every in runs.items()}
         for mix, workload in workloads.items():
             config = config_of(workload, case, f"{case.name}-{mix}-asked", steps)
             others = tuple(each for other, found in runs.items() if other != mix for each in found)

@@ -43,6 +43,7 @@ _ANY_TOKENS = 1 << 40
 
 OR_NO_PROFILE = "or use no profile (rates are then from data sheets)"
 MEASURE_AGAIN = f"run flowtrain profile again on these devices, {OR_NO_PROFILE}"
+_CALIBRATE_AGAIN = "run flowtrain calibrate again with the measured profile, or remove the key calibration from this file"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds
@@ -298,7 +299,10 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         return TypeAdapter(Profile).validate_python({**values, "source": str(path)})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
-        raise ConfigError(f"{path}: {'; '.join(faults)}; {MEASURE_AGAIN}") from error
+        of_factors = all(fault["loc"][:1] == ("calibration",) for fault in error.errors())
+        raise ConfigError(
+            f"{path}: {'; '.join(faults)}; {_CALIBRATE_AGAIN if of_factors else MEASURE_AGAIN}"
+        ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

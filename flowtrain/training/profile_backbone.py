@@ -100,25 +100,12 @@ class BackboneProfiler:
 
         Such a group's ``step_s`` and ``parameter_s`` are 0: those of one rank are known.
         """
-        kinds = {"deep": (len(self._layers), True, True), "one": (1, True, True), "blind": (1, False, True)}
-        trains_embedding = any(each.requires_grad for each in self._embedding.parameters())
-        if trains_embedding:
-            kinds["cut"] = (1, False, False)
-        batches = {
-            sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
-        }
-        found: dict[str, list[Step]] = {kind: [] for kind in kinds}
-        for number in self._rounds():
-            for kind, (num_layers, sees, embeds) in kinds.items():
-                with nullcontext() if embeds else _without_gradient(self._embedding):
-                    step = self._step(num_layers, batches[sees][number % len(mixes)])
-                if number >= WARMUP_STEPS:
-                    found[kind].append(step)
+        found = self._steps_by_kind(mixes)
         seconds = {kind: np.array([step.microbatches_s for step in steps]) for kind, steps in found.items()}
         # Differences within a round come before the median: a round has the same mix.
         connectors = np.median(seconds["one"] - seconds["blind"], axis=0).clip(0.0)
         embeddings = np.zeros_like(connectors)
-        if trains_embedding:
+        if "cut" in seconds:
             embeddings = np.median(seconds["blind"] - seconds["cut"], axis=0).clip(0.0)
         depth, deep = len(self._layers), np.median(seconds["deep"], axis=0)
         layers = np.median(seconds["deep"] - seconds["one"], axis=0) / (depth - 1)
@@ -166,6 +153,23 @@ class BackboneProfiler:
             pass_s=pass_s,
             pass_forward_share=pass_forward_share,
         )
+
+    def _steps_by_kind(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> dict[str, list[Step]]:
+        """Return the measured steps of each kind, in turn; ``cut`` only where the embedding has a gradient."""
+        kinds = {"deep": (len(self._layers), True, True), "one": (1, True, True), "blind": (1, False, True)}
+        if any(each.requires_grad for each in self._embedding.parameters()):
+            kinds["cut"] = (1, False, False)
+        batches = {
+            sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
+        }
+        found: dict[str, list[Step]] = {kind: [] for kind in kinds}
+        for number in self._rounds():
+            for kind, (num_layers, sees, embeds) in kinds.items():
+                with nullcontext() if embeds else _without_gradient(self._embedding):
+                    step = self._step(num_layers, batches[sees][number % len(mixes)])
+                if number >= WARMUP_STEPS:
+                    found[kind].append(step)
+        return found
 
     def _rounds(self) -> Iterator[int]:
         """Number rounds; collective, since ranks' clocks differ."""

@@ -185,8 +185,7 @@ def test_a_further_stage_is_measured_by_running_one(profiler: Profiler, config: 
 def test_costs_of_attention_and_of_the_loss_are_told_by_microbatches_that_differ_in_them() -> None:
     """A step here takes what a microbatch's tokens, squares and targets cost, so the costs must come back."""
     square_s, ragged_s, few_s, further_s, forward_share = 3e-6, 1e-6, 2e-4, 1e-4, 0.75
-    config = SimpleNamespace(scheduler=SimpleNamespace(microbatch_tokens=512))
-    fake: Any = SimpleNamespace(_layers=range(3), _batch=lambda mix: mix, _config=config)
+    fake: Any = SimpleNamespace(_layers=range(3), _batch=lambda mix: mix)
 
     def step(num_layers: int, mixes: list[list[PlannedSample]]) -> Step:
         seconds, forwards = [], []

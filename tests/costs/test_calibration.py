@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS
 from flowtrain.costs.profile import Profile, read_profile
 from flowtrain.costs.profile_layers import AttentionCosts, LossCosts, StrategyCosts
+from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, workload
 from tests.costs.test_profile import LENGTHS, PROFILE, times
@@ -61,11 +63,9 @@ def test_the_rest_of_what_was_measured_tells_its_own_factor(true: float, predict
 FACTORS = st.floats(0.8, 1.6)
 
 
-@given(st.lists(FACTORS, min_size=2, max_size=3), st.floats(0.05, 0.9), st.integers(20, 100))
-def test_totals_with_other_shares_of_work_tell_its_factors_apart(
-    true: list[float], share: float, num_steps: int
-) -> None:
-    count = len(true)
+@given(st.lists(FACTORS, min_size=2, max_size=3), st.floats(0.05, 0.95))
+def test_totals_with_other_shares_of_work_tell_its_factors_apart(true: list[float], share: float) -> None:
+    count, num_steps = len(true), 100
 
     def total(parts: list[float]) -> DeviceTotal:
         took = sum(factor * part for factor, part in zip(true, parts, strict=True))
@@ -74,12 +74,12 @@ def test_totals_with_other_shares_of_work_tell_its_factors_apart(
     mixed = [10.0 * share, *[10.0 * (1.0 - share) / (count - 1)] * (count - 1)]
     alone = [[10.0 * (part == number) for part in range(count)] for number in range(count)]
     totals = [total(parts) for parts in (mixed, *alone)]
-    assert part_factors(totals, count) == pytest.approx(true, rel=0.06)
+    assert part_factors(totals, count) == pytest.approx(true, rel=0.05)
     alike = part_factors(totals[:1] * 3, count)
     assert sum(each * part for each, part in zip(alike, mixed, strict=True)) == pytest.approx(totals[0].measured_s)
     assert max(alike) == pytest.approx(min(alike)), "one kind of total says nothing of its parts"
     stalled = DeviceTotal(50.0, tuple(mixed), 1, 1)
-    assert part_factors([*totals, stalled], count) == pytest.approx(true, rel=0.25), "one step counts little"
+    assert part_factors([*totals, stalled], count) == pytest.approx(true, rel=0.2), "one step counts little"
     few = [DeviceTotal(1.0, tuple(mixed), FEWEST - 1, FEWEST - 1)]
     assert part_factors(few, count) == [1.0] * count, "too few spans say nothing"
 
@@ -88,9 +88,8 @@ def test_a_part_that_no_total_has_gets_the_mean_of_the_others() -> None:
     totals = [DeviceTotal(11.0, (10.0, 0.0, 0.0), 100, 100), DeviceTotal(13.0, (0.0, 10.0, 0.0), 100, 100)]
     layers, head, encoder = part_factors(totals, 3)
     assert (layers, head) == pytest.approx((1.1, 1.3), rel=0.03) and encoder == pytest.approx((layers + head) / 2.0)
-    assert part_factors(
-        [DeviceTotal(*each) for each in ((11.0, (10.0, 0.0), 100, 100), (13.0, (0.0, 10.0), 100, 100))], 2
-    ) == pytest.approx([layers, head]), "and changes nothing"
+    without = [replace(each, parts_s=each.parts_s[:2]) for each in totals]
+    assert part_factors(without, 2) == pytest.approx([layers, head]), "and changes nothing"
 
 
 @given(st.lists(st.floats(0.1, 1.0), min_size=20, max_size=40), st.integers(0, 3))
@@ -163,6 +162,14 @@ def test_a_calibrated_profile_survives_its_file(tmp_path: Path) -> None:
     assert read_profile(path).calibration == CALIBRATION
 
 
+def test_factors_of_before_the_head_had_its_own_are_refused(tmp_path: Path) -> None:
+    profile = json.loads(replace(PROFILE, calibration=CALIBRATION).to_json())
+    del profile["calibration"]["head"]
+    (tmp_path / "old.json").write_text(json.dumps(profile))
+    with pytest.raises(ConfigError, match=r"old.json: calibration.head: .*; run flowtrain calibrate again"):
+        read_profile(tmp_path / "old.json")
+
+
 def test_attention_tells_long_sequences_from_short_ones() -> None:
     """Measured with the data's mix; a microbatch of one long sequence takes more, one of many short ones less."""
     mix = 1280 * 1.36 * np.array(LENGTHS.num_tokens)
@@ -228,6 +235,9 @@ def test_a_heads_forward_has_the_losss_share_of_further_tokens_and_not_its_stage
     assert float(found.head_forward[0]) == pytest.approx(0.5 * head - 0.006 + 0.9e-3)
     longer = times(replace(PROFILE, steps=replace(steps, pass_s=0.9 * head)))
     assert float(longer.head_s(TOKENS, 1)[0]) == pytest.approx(0.1 * head), "both make what was measured"
+    lossless = {1: LossCosts(1.0, LENGTHS.num_tokens)}
+    least = times(replace(PROFILE, steps=replace(steps, pass_s=0.1 * head), losses=lossless))
+    assert float(least.head_s(TOKENS, 1)[0]) == pytest.approx(head / 4 - 0.1 * head), "something is left"
     alone = replace(PROFILE, heads={1: PROFILE.heads[1]})
     of_four, apart_of_four = (float(times(each).head_s(TOKENS, 4)[0]) for each in (alone, replace(alone, steps=steps)))
     assert apart_of_four == pytest.approx(of_four - 0.01 / 4), "ranks do not share a stage's own time"

@@ -43,7 +43,7 @@ _ANY_TOKENS = 1 << 40
 
 OR_NO_PROFILE = "or use no profile (rates are then from data sheets)"
 MEASURE_AGAIN = f"run flowtrain profile again on these devices, {OR_NO_PROFILE}"
-_CALIBRATE_AGAIN = "run flowtrain calibrate again with the measured profile, or remove the key calibration from this file"
+_CALIBRATE_AGAIN = "run flowtrain calibrate again with the measured profile, or remove calibration from this file"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds

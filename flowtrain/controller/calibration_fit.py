@@ -369,7 +369,10 @@ class Fit:
             np.where(are_backward, *reversed(self._actions.passes_s(each, columns)))
             for each in (work, replace(work, is_last=False))
         )
-        return layers, whole - layers
+        head = whole - layers
+        begin = np.flatnonzero(are_backward)[:1]
+        layers[begin] -= self._actions.first_backward_s(work, layers[begin])
+        return layers, head
 
     def _columns(self, tokens: FloatArray, images: IntArray) -> MicrobatchColumns:
         """Microbatches of so many tokens and images, with the data's mean mix."""

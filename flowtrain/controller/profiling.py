@@ -238,7 +238,7 @@ class _Measured:
                 for tp, times in self._backbones.items()
             },
             losses={
-                tp: LossCosts(times.target_s, times.targets, times.further_s, times.target_forward_share)
+                tp: LossCosts(times.losses.counts, times.losses.seconds, times.targets, times.losses.forward_share)
                 for tp, times in self._backbones.items()
             },
             strategies=_strategies(alone.strategies),
@@ -288,6 +288,8 @@ class _Measured:
             ends_s=alone.ends_s,
             ends_parameter_s=alone.ends_parameter_s,
             ends_forward_share=alone.ends_forward_share,
+            first_backward_s=alone.first_backward_s,
+            first_backward_parameter_s=alone.first_backward_parameter_s,
             launch_s=two.launch_s,
             pass_s=alone.pass_s,
             pass_forward_share=alone.pass_forward_share,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from flowtrain.costs.profile import DeviceFacts
-from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, LayerTimes, ReplicaSteps
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, LayerTimes, LossTimes, ReplicaSteps
 
 
 def slowest_facts(devices: Sequence[DeviceReport], devices_per_node: int) -> DeviceFacts:
@@ -48,13 +48,13 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         ends_s=mean("ends_s"),
         ends_parameter_s=mean("ends_parameter_s"),
         ends_forward_share=mean_share("ends_forward_share", "ends_s"),
+        first_backward_s=mean("first_backward_s"),
+        first_backward_parameter_s=mean("first_backward_parameter_s"),
         square_s=mean("square_s"),
         squares=times[0].squares,
         ragged_s=mean("ragged_s"),
         ragged=times[0].ragged,
-        target_s=mean("target_s"),
-        further_s=mean("further_s"),
-        target_forward_share=mean_share("target_forward_share", "target_s"),
+        losses=_mean_losses([one.losses for one in times]),
         targets=times[0].targets,
         vision_tokens=times[0].vision_tokens,
         strategies=_mean_layers([one.strategies for one in times]),
@@ -63,6 +63,14 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         pass_s=mean("pass_s"),
         pass_forward_share=mean_share("pass_forward_share", "pass_s"),
     )
+
+
+def _mean_losses(found: Sequence[LossTimes]) -> LossTimes:
+    """Return the means over devices; a share counts by the time that it is of."""
+    seconds = np.mean([one.seconds for one in found], axis=0).tolist()
+    whole = sum(one.seconds[-1] for one in found)
+    forward = sum(one.forward_share * one.seconds[-1] for one in found)
+    return replace(found[0], seconds=tuple(seconds), forward_share=forward / whole if whole > 0.0 else 0.0)
 
 
 def _mean_layers(found: Sequence[Mapping[str, LayerTimes]]) -> dict[str, LayerTimes]:
@@ -79,7 +87,7 @@ def _mean_layers(found: Sequence[Mapping[str, LayerTimes]]) -> dict[str, LayerTi
 
 def mean_steps(steps: Sequence[ReplicaSteps]) -> ReplicaSteps:
     """Return the means of the steps' times."""
-    names = ("microbatch_s", "beside_s", "first_s", "last_s")
+    names = ("microbatch_s", "beside_s", "first_s", "last_s", "first_backward_s")
     means = {name: np.mean([getattr(one, name) for one in steps], axis=0).tolist() for name in names}
     return replace(steps[0], **{name: (shallow, deep) for name, (shallow, deep) in means.items()})
 

@@ -32,6 +32,8 @@ from flowtrain.types.plan import Degrees
 
 SecondsT = TypeVar("SecondsT", float, FloatArray)
 
+_MOST_LESS = 0.5
+"""Share of a backward that a step's first one may take less, however short it is."""
 _MANY_TOKENS = 1 << 16
 """Bytes per token are taken from so many, since slices are whole tokens."""
 
@@ -315,6 +317,19 @@ class ActionTimes:
             return 0.0, 0.0
         forward = times.ends_forward_share * float(found[0])
         return forward, float(found[0]) - forward if stage.has_backward else 0.0
+
+    def first_backward_s(self, stage: StageWork, backward: SecondsT) -> SecondsT:
+        """Return seconds that a step's first backward of a stage takes less than others; backward: of one of these.
+
+        Where each backward is reduced, gradients are added to as shards.
+        """
+        if not stage.has_backward:
+            return 0.0 * backward
+        held = self.parameters(stage)
+        shards = self.shard_size if self.times.setup.gradient_reduction == "microbatch" else 1
+        less = self.times.of_any_data.first_backward_s(np.array([held.trained_share * held.total / shards]))
+        found: SecondsT = np.minimum(less[0], _MOST_LESS * backward)
+        return found
 
     def optimizer_s(self, stages: Sequence[StageWork]) -> float:
         """Return seconds of the update on a rank with these stages, and of what comes before it."""

@@ -231,6 +231,10 @@ class CalibratedTimes:
         """As ``ModuleTimes``."""
         return self._base.ends_forward_share
 
+    def first_backward_s(self, trained: FloatArray) -> FloatArray:
+        """As ``ModuleTimes``; it is a part of a backward."""
+        return self._by.backbone * self._base.first_backward_s(trained)
+
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""
         return self._base.slowdown(encoder)

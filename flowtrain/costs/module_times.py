@@ -97,6 +97,13 @@ class ModuleTimes(Protocol):
         """Share of the forward in ``ends_s``."""
         ...
 
+    def first_backward_s(self, trained: FloatArray) -> FloatArray:
+        """Return seconds that a step's first backward takes less than others, ``[N]``: it adds its gradients to none.
+
+        trained: parameters of which a device has gradients.
+        """
+        ...
+
     def slowdown(self, encoder: str) -> float | None:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone.
 

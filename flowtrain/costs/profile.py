@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -27,7 +26,7 @@ from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.microbatch_costs import MicrobatchCosts, leaves
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.profile_layers import AttentionCosts, LossCosts, Strategies
+from flowtrain.costs.profile_layers import AttentionCosts, LossCosts, Strategies, check_axis
 from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts, Sharded
 from flowtrain.costs.profile_trials import Trial
 from flowtrain.errors import ConfigError, FaultCode
@@ -61,7 +60,7 @@ class LengthTable:
     seconds: tuple[_Seconds, ...]
 
     def __post_init__(self) -> None:
-        _check_axis("num_tokens", self.num_tokens)
+        check_axis("num_tokens", self.num_tokens)
         if len(self.seconds) != len(self.num_tokens):
             raise ValueError(f"seconds has {len(self.seconds)} values for {len(self.num_tokens)} num_tokens")
 
@@ -82,8 +81,8 @@ class ImageTable:
     seconds: tuple[tuple[_Seconds, ...], ...]
 
     def __post_init__(self) -> None:
-        _check_axis("num_patches", self.num_patches)
-        _check_axis("batch", self.batch)
+        check_axis("num_patches", self.num_patches)
+        check_axis("batch", self.batch)
         if len(self.seconds) != len(self.num_patches) or any(len(row) != len(self.batch) for row in self.seconds):
             raise ValueError(f"seconds is not {len(self.num_patches)} rows of {len(self.batch)} values")
 
@@ -144,6 +143,10 @@ class StepCosts:
     """Likewise, per trained parameter of the device."""
     ends_forward_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the forward in both."""
+    first_backward_s: _Amount = 0.0
+    """Per step, what its first backward takes less than others: it adds its gradients to none."""
+    first_backward_parameter_s: _Amount = 0.0
+    """Likewise, per trained parameter of the device."""
     launch_s: _Amount = 0.0
     """Per transfer between pipeline ranks, at each end, whatever its size: to start it and to wait for it."""
     pass_s: _Amount = 0.0
@@ -368,8 +371,3 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that compute, without build suffixes (``+cu130``)."""
     return {name: version(name).partition("+")[0] for name in _LIBRARIES}
-
-
-def _check_axis(name: str, values: tuple[int, ...]) -> None:
-    if not values or any(later <= earlier for earlier, later in pairwise(values)):
-        raise ValueError(f"{name} {values} is empty or not ascending")

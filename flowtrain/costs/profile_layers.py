@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -13,9 +14,6 @@ from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.training_setup import TrainingSetup
 
 LayerStrategy = Literal["none", "selective", "full", "offload"]
-
-FEW_TARGETS = 0.25
-"""Share of a microbatch's tokens with loss up to which each takes the same time."""
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,28 +54,49 @@ class AttentionCosts:
 
 @dataclass(frozen=True, slots=True)
 class LossCosts:
-    """Of the tokens with loss in the head, forward and backward."""
+    """Of the tokens with loss in the head, forward and backward; their time is no line where they are few."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    target_s: _Amount
-    """Seconds for each of them while they are at most ``FEW_TARGETS`` of a microbatch."""
+    counts: tuple[_Size, ...]
+    """Measured numbers of them in a microbatch, ascending."""
+    seconds: tuple[_Amount, ...]
+    """What the head takes with each of these more than with the first."""
     targets: tuple[_Amount, ...]
-    """Their number in the microbatches that the head's table has times of."""
-    further_s: _Amount | None = None
-    """Seconds for each of those beyond; None: as long as for each of the few."""
+    """Their mean number in the microbatches that the head's table has times of."""
     forward_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Of the forward in ``target_s``; None: as of the head."""
+    """Of the forward in ``seconds``; None: as of the head."""
+
+    def __post_init__(self) -> None:
+        check_axis("counts", self.counts)
+        if len(self.seconds) != len(self.counts):
+            raise ValueError(f"seconds has {len(self.seconds)} values for {len(self.counts)} counts")
+
+    def __call__(self, targets: FloatArray) -> FloatArray:
+        """Return what microbatches with so many tokens with loss take more than with the first count, ``[N]``."""
+        return losses_s(self.counts, self.seconds, targets)
 
     def beyond_s(self, lengths: tuple[int, ...], num_tokens: FloatArray, targets: FloatArray) -> FloatArray:
         """As ``AttentionCosts.beyond_s``. targets: tokens with loss of each microbatch."""
-        few = FEW_TARGETS * num_tokens
-        further_s = self.target_s if self.further_s is None else self.further_s
+        return self(targets) - self(measured_amounts(lengths, num_tokens, self.targets))
 
-        def seconds(count: FloatArray) -> FloatArray:
-            return self.target_s * np.minimum(count, few) + further_s * np.maximum(count - few, 0.0)
 
-        return seconds(targets) - seconds(measured_amounts(lengths, num_tokens, self.targets))
+def losses_s(counts: Sequence[int], seconds: Sequence[float], targets: FloatArray) -> FloatArray:
+    """Return seconds at any numbers of tokens with loss, ``[N]``, by those measured at ``counts``.
+
+    Linear between; constant below the first; above the last as from half of it to the last, since the last two may be
+    close to each other.
+    """
+    most, half = float(counts[-1]), float(np.interp(counts[-1] / 2, counts, seconds))
+    slope = max(seconds[-1] - half, 0.0) / (most / 2)
+    inside: FloatArray = np.interp(targets, counts, seconds)
+    return inside + slope * np.maximum(targets - most, 0.0)
+
+
+def check_axis(name: str, values: tuple[int, ...]) -> None:
+    """Raise ValueError if sizes are not ascending, or if there are none."""
+    if not values or any(later <= earlier for earlier, later in pairwise(values)):
+        raise ValueError(f"{name} {values} is empty or not ascending")
 
 
 def measured_amounts(lengths: tuple[int, ...], num_tokens: FloatArray, amounts: tuple[float, ...]) -> FloatArray:

@@ -12,6 +12,8 @@ Mix = tuple[PlannedSample, ...]
 
 NUM_LENGTHS = 4
 NUM_MIXES = 3
+FEW_TARGETS = 32
+"""Tokens with loss in a microbatch up to which numbers between powers of two are measured, too."""
 
 
 def packed_lengths(microbatch_tokens: int, most_tokens: int = 0) -> tuple[int, ...]:
@@ -52,6 +54,16 @@ def packed_mix(workload: Workload, num_tokens: int, first: int) -> Mix:
         sample = mix[longest]
         mix[longest] = PlannedSample(sample.position, sample.num_tokens, sample.num_vision_tokens, 1)
     return tuple(mix)
+
+
+def target_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens with loss to measure in a microbatch, ascending, up to ``most`` of them.
+
+    Close to each other while they are few: kernels of a matrix with hardly any rows differ from one number to the next.
+    """
+    powers = [2**power for power in range(most.bit_length())]
+    between = [3 * each // 2 for each in powers if 1 < each < FEW_TARGETS]
+    return tuple(sorted({most, *(each for each in [*powers, *between] if each < most)}))
 
 
 def batch_sizes(max_batch_patches: int, fewest_patches: int) -> tuple[int, ...]:

@@ -224,6 +224,11 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return self._profile.steps.ends_forward_share
 
+    def first_backward_s(self, trained: FloatArray) -> FloatArray:
+        """As ``ModuleTimes``."""
+        steps = self._profile.steps
+        return steps.first_backward_s + steps.first_backward_parameter_s * trained
+
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""
         measured = self._profile.interference.get(encoder)

@@ -166,6 +166,10 @@ class Roofline:
         """As ``ModuleTimes``."""
         return None
 
+    def first_backward_s(self, trained: FloatArray) -> FloatArray:
+        """As ``ModuleTimes``; sums of gradients are not counted in any backward."""
+        return np.zeros_like(trained)
+
     def ends_s(self, trained: FloatArray) -> FloatArray | None:
         """As ``ModuleTimes``."""
         return None

@@ -67,6 +67,7 @@ class EmulatedStages:
         ]
         self._replica_ranks = [degrees.rank(each, self._pp_rank, self._tp_rank) for each in range(degrees.dp)]
         self._gathered: set[_Key] = set()
+        self._summed: set[_Key] = set()
         self._fetched: set[int] = set()
         self._num_parts: dict[int, int] = {}
         self._link_free: dict[int, float] = {}
@@ -81,6 +82,7 @@ class EmulatedStages:
     def begin(self, actions: Sequence[Action]) -> None:
         """Start a unit of which these are the actions of this rank."""
         self._gathered.clear()
+        self._summed.clear()
         self._fetched.clear()
         self._num_parts = {}
         for action in actions:
@@ -105,8 +107,12 @@ class EmulatedStages:
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
         """See ``StageRuntime``; gathers and sums that take longer than the backward are waited for."""
-        at, work = self.clock.now(), self._works[action.module, action.stage]
+        at, key = self.clock.now(), (action.module, action.stage)
+        work = self._works[key]
         seconds = self._times.backward_s(work, self._microbatch_work(action, microbatch))
+        if key not in self._summed:
+            self._summed.add(key)
+            seconds -= self._times.first_backward_s(work, seconds)
         seconds += self._times.ends_s(work)[1] if is_last else 0.0
         gathers, reduces = self._times.gathers and self._gathers_each, is_last or self._reduces_each
         exposed = self._times.gather_s(work, seconds, of_backward=True) if gathers else 0.0

@@ -17,7 +17,6 @@ from enum import IntEnum
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
@@ -217,7 +216,7 @@ class _Step:
         )
         first_tables = np.array([stage.first_tables(self.model) for stage in self.stages], dtype=np.int64)
         gathered = self._gathered(ranks, [stage.gathered for stage in stages])[columns.place]
-        is_last, is_first = columns.is_last, self._first_backwards()
+        is_last, is_first = columns.is_last, self.program.first_backwards
         sums = np.where(is_first, summed, 0) - np.where(is_last, summed, 0)
         np.add.at(ends[Kind.GRADIENTS], op, sums + np.where(is_last, shard, 0))
         np.add.at(ends[Kind.WEIGHTS], op, np.where(is_last, -gathered, 0))
@@ -240,15 +239,6 @@ class _Step:
             ends = list(accumulate(alone[place] for place in places))
             found[places] = np.diff([end * rank.gathered // max(1, ends[-1]) for end in ends], prepend=0)
         return found
-
-    def _first_backwards(self) -> NDArray[np.bool_]:
-        """Whether a computation is the first backward of its stage in its rank's list, ``[C]``."""
-        columns = self.program.computations
-        backwards = np.flatnonzero(columns.is_backward)
-        stage = columns.rank[backwards] * len(self.stages) + columns.place[backwards]
-        is_first = np.zeros(len(columns), dtype=bool)
-        is_first[backwards[np.unique(stage, return_index=True)[1]]] = True
-        return is_first
 
     def _add_transfers(self, each: _Bytes, starts: IntArray, ends: IntArray) -> None:
         """Buffers that are received into, until a computation takes them over, and results until they are sent.

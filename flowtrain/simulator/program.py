@@ -131,6 +131,17 @@ class Program:
     stands_for: IntArray = field(default_factory=lambda: np.ones(1, dtype=np.int64))
     """Replicas of the run that are like each replica, ``[num_replicas]``; only different ones are timed."""
 
+    @cached_property
+    def first_backwards(self) -> BoolArray:
+        """Whether a computation is the first backward of its stage in its rank's list, ``[C]``."""
+        columns = self.computations
+        backwards = np.flatnonzero(columns.is_backward)
+        is_first = np.zeros(len(columns), dtype=np.bool_)
+        if len(backwards):
+            stage = columns.rank[backwards] * (columns.place.max() + 1) + columns.place[backwards]
+            is_first[backwards[np.unique(stage, return_index=True)[1]]] = True
+        return is_first
+
     def mean(self, values: FloatArray) -> float:
         """Return the mean over the run's ranks of values ``[R]``."""
         return float(np.average(values.reshape(self.num_replicas, -1).mean(axis=1), weights=self.stands_for))

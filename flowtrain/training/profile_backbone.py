@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.microbatches import ALIGNED_TOKENS, ragged_squares
-from flowtrain.costs.profile_layers import FEW_TARGETS
+from flowtrain.costs.profile_layers import losses_s
+from flowtrain.costs.profile_shapes import target_counts
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
@@ -30,7 +31,7 @@ from flowtrain.training.profile_device import clock_of
 from flowtrain.training.profile_steps import HeldStages, Step, TimedStages
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
-from flowtrain.types.profile import BackboneTimes, LayerTimes, ReplicaSteps
+from flowtrain.types.profile import BackboneTimes, LayerTimes, LossTimes, ReplicaSteps
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 MOST_STEPS, ENOUGH_S = 20, 60.0
@@ -100,8 +101,9 @@ class BackboneProfiler:
 
         Such a group's ``step_s`` and ``parameter_s`` are 0: those of one rank are known.
         """
-        found = self._steps_by_kind(mixes)
-        seconds = {kind: np.array([step.microbatches_s for step in steps]) for kind, steps in found.items()}
+        losses, found = self._losses(self._configured(mixes[0])), self._steps_by_kind(mixes)
+        more_s = _more_losses_s(losses, mixes)[[(WARMUP_STEPS + at) % len(mixes) for at in range(len(found["deep"]))]]
+        seconds = {kind: np.array([step.microbatches_s for step in steps]) - more_s for kind, steps in found.items()}
         # Differences within a round come before the median: a round has the same mix.
         connectors = np.median(seconds["one"] - seconds["blind"], axis=0).clip(0.0)
         embeddings = np.zeros_like(connectors)
@@ -114,18 +116,20 @@ class BackboneProfiler:
         embeddings = np.minimum(embeddings, _MOST_SHARE * (deep - depth * layers - connectors))
         heads = deep - depth * layers - connectors - embeddings
         step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = pass_s = pass_forward_share = 0.0
+        first_s = first_parameter_s = 0.0
         if self._group.degrees.tp == 1:
             short = self.replica_steps([by_length[0] for by_length in mixes])
             step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
             ends_s, ends_parameter_s = line_through(short.num_parameters, short.ends_s)
+            first_s, first_parameter_s = line_through(short.num_parameters, short.first_backward_s)
             ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
             pass_s, pass_forward_share = self._pass_s([by_length[0] for by_length in mixes])
         longest = [by_length[-1] for by_length in mixes]
         squares, ragged, targets, vision = np.mean([list(map(_amounts, each)) for each in mixes], axis=0).T.tolist()
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
         forward_s = float(np.median(forwards["deep"] - forwards["one"])) / (depth - 1)
+        forwards["blind"] -= losses.forward_share * more_s[:, -1]
         head_forward_share = _share(float(np.median(forwards["blind"])) - forward_s, float(heads[-1]))
-        target_s, further_s, target_forward_share = self._targets_s(self._configured(mixes[0]), head_forward_share)
         square_s, ragged_s = self._squares_s([self._configured(each) for each in mixes])
         return BackboneTimes(
             layers_s=_positive(layers),
@@ -138,13 +142,13 @@ class BackboneProfiler:
             ends_s=ends_s,
             ends_parameter_s=ends_parameter_s,
             ends_forward_share=ends_forward_share,
+            first_backward_s=first_s,
+            first_backward_parameter_s=first_parameter_s,
             square_s=square_s,
             squares=tuple(squares),
             ragged_s=ragged_s,
             ragged=tuple(ragged),
-            target_s=target_s,
-            further_s=further_s,
-            target_forward_share=target_forward_share,
+            losses=losses,
             targets=tuple(targets),
             vision_tokens=tuple(vision),
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
@@ -215,28 +219,21 @@ class BackboneProfiler:
         configured = self._config.scheduler.microbatch_tokens
         return min(by_length, key=lambda mix: abs(sum(each.num_tokens for each in mix) - configured))
 
-    def _targets_s(self, mix: Sequence[PlannedSample], forward_share: float) -> tuple[float, float, float]:
-        """Seconds of the head for each token with loss, up to ``FEW_TARGETS`` of a microbatch and beyond.
+    def _losses(self, mix: Sequence[PlannedSample]) -> LossTimes:
+        """Times of a microbatch's head by its number of tokens with loss.
 
-        And the forward's share of the former; ``forward_share`` if they take no time.
-
-        Of a microbatch with one such token a sequence, with as many as that share, and with all that there can be. Each
-        follows one like it, as most of a run's do: after a larger one it would take longer.
+        Each microbatch follows one like it, as most of a run's do: after a larger one it would take longer.
         """
-        mixes = [
-            [replace(each, num_target_tokens=max(1, int(share * (each.num_tokens - 1)))) for each in mix]
-            for share in (0.0, FEW_TARGETS, 1.0)
-        ]
-        more = np.diff([_num_targets(each) for each in mixes])
-        batches = [batch for each in mixes for batch in [self._batch(each)] * 2]
+        counts = target_counts(max(1, sum(each.num_tokens - 1 for each in mix)))
+        batches = [batch for count in counts for batch in [self._batch(_with_targets(mix, count))] * 2]
         found = []
-        for number in range(WARMUP_STEPS + SHORT_STEPS):
+        for number in self._rounds():
             step = self._step(1, batches)
             if number >= WARMUP_STEPS:
                 seconds = np.array([step.microbatches_s[1::2], step.forwards_s[1::2]])
-                found.append(np.diff(seconds) / np.maximum(more, 1))
-        (few, further), (forward, _) = np.where(more > 0, np.median(found, axis=0), 0.0).clip(0.0).tolist()
-        return few, further, min(forward / few, 1.0) if few > 0.0 else forward_share
+                found.append(seconds - seconds[:, :1])
+        both, forward = np.median(found, axis=0).clip(0.0).tolist()
+        return LossTimes(counts, tuple(both), min(forward[-1] / both[-1], 1.0) if both[-1] > 0.0 else 0.0)
 
     def _pass_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> tuple[float, float]:
         """Seconds of forward and backward that a further pipeline stage adds to a microbatch, and the forward's share.
@@ -310,6 +307,7 @@ class BackboneProfiler:
             medians(lambda step: step.beside_s),
             medians(lambda step: step.first_s),
             medians(lambda step: step.last_s),
+            medians(lambda step: step.first_backward_s),
         )
 
     def piece(self, mix: Sequence[PlannedSample]) -> Callable[[], object]:
@@ -336,8 +334,10 @@ class BackboneProfiler:
         microbatches_s = [sum(passes) for passes in zip(forwards_s, backwards_s, strict=True)]
         # The last one in the middle is the same microbatch as those at the ends.
         first_s, last_s = runtime.forward_s[0] - forwards_s[-1], runtime.backward_s[len(ends) - 1] - backwards_s[-1]
-        beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - first_s - last_s
-        return Step(microbatches_s, forwards_s, beside_s, first_s, last_s)
+        first_backward_s = backwards_s[-1] - runtime.backward_s[0]
+        ends_s = first_s + last_s - first_backward_s
+        beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - ends_s
+        return Step(microbatches_s, forwards_s, beside_s, first_s, last_s, first_backward_s)
 
     def _run(
         self, batches: Sequence[PackedBatch], memory: MemoryStrategy | None = None, trainer: Trainer | None = None
@@ -475,6 +475,23 @@ def _squares(mix: Sequence[PlannedSample]) -> tuple[int, int]:
 def _amounts(mix: Sequence[PlannedSample]) -> tuple[int, int, int, int]:
     """``_squares``, the tokens with loss and the vision tokens."""
     return *_squares(mix), _num_targets(mix), sum(each.num_vision_tokens for each in mix)
+
+
+def _more_losses_s(losses: LossTimes, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> np.ndarray:
+    """Seconds that losses take more in each mix than with the mixes' mean number of tokens, ``[mix, length]``."""
+    targets = np.array([[_num_targets(mix) for mix in by_length] for by_length in mixes], dtype=np.float64)
+    every, mean = (losses_s(losses.counts, losses.seconds, each) for each in (targets, targets.mean(axis=0)))
+    return every - mean
+
+
+def _with_targets(mix: Sequence[PlannedSample], count: int) -> list[PlannedSample]:
+    """The same sequences with so many tokens with loss in all, in the first ones as many as they can have."""
+    found = []
+    for each in mix:
+        own = min(count, each.num_tokens - 1)
+        found.append(replace(each, num_target_tokens=own))
+        count -= own
+    return found
 
 
 def _num_targets(mix: Sequence[PlannedSample]) -> int:

@@ -34,6 +34,18 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class LossTimes:
+    """The head and the loss, by the number of tokens with loss."""
+
+    counts: tuple[int, ...]
+    """In a microbatch, ascending; ``[C]``."""
+    seconds: tuple[float, ...]
+    """Median, forward and backward, with each of these more than with the first; ``[C]``."""
+    forward_share: float
+    """Of the forward in them: the loss may compute its gradients there. 0 if they take no time."""
+
+
+@dataclass(frozen=True, slots=True)
 class BackboneTimes:
     """Median seconds of the backbone's modules; ``N`` measured packed lengths, ascending."""
 
@@ -57,6 +69,10 @@ class BackboneTimes:
     """Likewise, per parameter."""
     ends_forward_share: float = 0.0
     """Of the forward in both."""
+    first_backward_s: float = 0.0
+    """Each step, what its first backward takes less: it adds its gradients to none; whatever the model's size."""
+    first_backward_parameter_s: float = 0.0
+    """Likewise, per parameter."""
     square_s: float = 0.0
     """Attention in one decoder layer, forward and backward with recomputation, per squared token of a sub-sequence."""
     squares: tuple[float, ...] = ()
@@ -65,12 +81,8 @@ class BackboneTimes:
     """As ``square_s``, in addition where the sub-sequence's length is ragged (``ragged_squares``)."""
     ragged: tuple[float, ...] = ()
     """As ``squares``, of those alone."""
-    target_s: float = 0.0
-    """The head and the loss, for each token with loss while they are few."""
-    further_s: float = 0.0
-    """Likewise for each further one."""
-    target_forward_share: float = 1.0 / 3.0
-    """Of the forward in ``target_s``: the loss may compute its gradients there."""
+    losses: LossTimes = LossTimes((1,), (0.0,), 0.0)
+    """Of the tokens with loss."""
     targets: tuple[float, ...] = ()
     """Mean tokens with loss in the measured microbatches; ``[N]``, or none."""
     vision_tokens: tuple[float, ...] = ()
@@ -112,11 +124,13 @@ class ReplicaSteps:
     microbatch_s: tuple[float, float]
     """A short microbatch in the middle of a step."""
     beside_s: tuple[float, float]
-    """A step, in addition to its microbatches and to what its ends take more."""
+    """A step, in addition to its microbatches and to what its ends take more or less."""
     first_s: tuple[float, float] = (0.0, 0.0)
     """Its first forward, beyond one in the middle."""
     last_s: tuple[float, float] = (0.0, 0.0)
     """Its last backward, likewise."""
+    first_backward_s: tuple[float, float] = (0.0, 0.0)
+    """What its first backward takes less than one in the middle."""
 
     @property
     def ends_s(self) -> tuple[float, float]:

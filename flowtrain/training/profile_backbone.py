@@ -35,9 +35,10 @@ from flowtrain.types.profile import BackboneTimes, LayerTimes, LossTimes, Replic
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 MOST_STEPS, ENOUGH_S = 20, 60.0
-"""Rounds over all lengths that are measured, as long as they do not take longer than that."""
-FEW_STEPS, SHORT_STEPS = 3, 20
-"""Measured steps where one length alone is measured, and where small differences between short ones are."""
+"""Rounds that are measured, as long as they do not take longer than that."""
+FEW_STEPS, SHORT_STEPS, PAIRED_STEPS = 3, 20, 40
+"""Measured steps where one length alone is measured; where small differences between short ones are; and, as long as
+they do not take longer than ``ENOUGH_S``, where they are between microbatches that differ in one thing alone."""
 STRATEGIES = {
     "none": MemoryKind.KEEP,
     "selective": MemoryKind.SELECTIVE,
@@ -167,7 +168,7 @@ class BackboneProfiler:
             sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
         }
         found: dict[str, list[Step]] = {kind: [] for kind in kinds}
-        for number in self._rounds():
+        for number in self._rounds(MOST_STEPS):
             for kind, (num_layers, sees, embeds) in kinds.items():
                 with nullcontext() if embeds else _without_gradient(self._embedding):
                     step = self._step(num_layers, batches[sees][number % len(mixes)])
@@ -175,10 +176,10 @@ class BackboneProfiler:
                     found[kind].append(step)
         return found
 
-    def _rounds(self) -> Iterator[int]:
-        """Number rounds; collective, since ranks' clocks differ."""
+    def _rounds(self, most: int) -> Iterator[int]:
+        """Number rounds, the first ones to warm up; collective, since ranks' clocks differ."""
         started_s = self._now_s()
-        for number in range(WARMUP_STEPS + MOST_STEPS):
+        for number in range(WARMUP_STEPS + most):
             if number >= WARMUP_STEPS + MEASURED_STEPS:
                 seconds = torch.tensor([self._now_s() - started_s], dtype=torch.float64)
                 dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group.process_group)
@@ -190,7 +191,8 @@ class BackboneProfiler:
         """Seconds of a layer's attention per squared token, and how many more in sequences of ragged lengths.
 
         By sequences as long as the longest of the mixes against more of a quarter, and by these against some of
-        slightly other lengths: in sequences that are far longer than a run's each squared token takes less.
+        slightly other lengths: in sequences that are far longer than a run's each squared token takes less. All have as
+        many tokens with loss, and each microbatch follows one like it, so that they differ in attention alone.
         """
         num_tokens = max(sum(each.num_tokens for each in mix) for mix in mixes)
         longest = max(each.num_tokens for mix in mixes for each in mix)
@@ -199,15 +201,15 @@ class BackboneProfiler:
         if not count:
             return 0.0, 0.0
         mixes = [
-            [PlannedSample(number, length, 0, 1) for number, length in enumerate(lengths * count)]
+            [PlannedSample(number, length, 0, _PARTS // len(lengths)) for number, length in enumerate(lengths * count)]
             for lengths in ([part] * _PARTS, [part * _PARTS], [part + each for each in _RAGGED])
         ]
-        batches = [self._batch(each) for each in mixes]
+        batches = [batch for each in mixes for batch in [self._batch(each)] * 2]
         found = []
-        for number in range(WARMUP_STEPS + SHORT_STEPS):
-            deep, one = (np.array(self._step(depth, batches).microbatches_s) for depth in (len(self._layers), 1))
+        for number in self._rounds(PAIRED_STEPS):
+            step = self._step(len(self._layers), batches)
             if number >= WARMUP_STEPS:
-                aligned, *others = (deep - one) / (len(self._layers) - 1)
+                aligned, *others = np.array(step.microbatches_s[1::2]) / len(self._layers)
                 found.append([each - aligned for each in others])
         longer_s, uneven_s = np.median(found, axis=0).tolist()
         (few, _), (many, _), (slightly_more, ragged) = map(_squares, mixes)
@@ -227,7 +229,7 @@ class BackboneProfiler:
         counts = target_counts(max(1, sum(each.num_tokens - 1 for each in mix)))
         batches = [batch for count in counts for batch in [self._batch(_with_targets(mix, count))] * 2]
         found = []
-        for number in self._rounds():
+        for number in self._rounds(MOST_STEPS):
             step = self._step(1, batches)
             if number >= WARMUP_STEPS:
                 seconds = np.array([step.microbatches_s[1::2], step.forwards_s[1::2]])

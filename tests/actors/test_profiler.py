@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,7 @@ from flowtrain.controller.profiling import _refs, _tensor_degrees, modules_apart
 from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, slowest_facts
 from flowtrain.costs.microbatches import ALIGNED_TOKENS
 from flowtrain.costs.profile import model_facts
-from flowtrain.costs.profile_layers import FEW_TARGETS
-from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
+from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes, target_counts
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.initial_weights import materialize
@@ -38,6 +38,7 @@ from flowtrain.training.mesh import LOOPBACK
 from flowtrain.training.profile_backbone import (
     STRATEGIES,
     BackboneProfiler,
+    _more_losses_s,
     _with_one_word,
     _without_gradient,
     num_layers_of,
@@ -46,7 +47,7 @@ from flowtrain.training.profile_encoder import measure_encoder_layers
 from flowtrain.training.profile_pieces import Pieces
 from flowtrain.training.profile_steps import Step
 from flowtrain.types.plan import Degrees, PlannedSample
-from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, LossTimes
 from tests.e2e.worlds import World, tiny_config
 from tests.training.test_qwen3_vl import CONNECTOR, Case
 
@@ -63,6 +64,7 @@ def profiler(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pro
     monkeypatch.setattr(profile_backbone, "MEASURED_STEPS", 2)
     monkeypatch.setattr(profile_backbone, "MOST_STEPS", 3)
     monkeypatch.setattr(profile_backbone, "SHORT_STEPS", 2)
+    monkeypatch.setattr(profile_backbone, "PAIRED_STEPS", 2)
     threads = torch.get_num_threads()
     found = Profiler(config, 0, Degrees())
     report = found.start(LOOPBACK, 0)
@@ -89,11 +91,14 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     assert 0.0 <= times.ends_forward_share <= 1.0
     for amount in (times.assembling_s, times.step_s, times.parameter_s, times.ends_s, times.ends_parameter_s):
         assert amount >= 0 and math.isfinite(amount)
-    assert times.target_s >= 0.0 and times.further_s >= 0.0 and len(times.targets) == len(lengths)
+    assert times.first_backward_s >= 0.0 and times.first_backward_parameter_s >= 0.0
+    counts, seconds = times.losses.counts, times.losses.seconds
+    assert len(counts) == len(seconds) > 2 and counts[-1] < lengths[-1] and len(times.targets) == len(lengths)
+    assert seconds[0] == 0.0 and all(0.0 <= each < 60.0 for each in seconds)
     assert 0 < times.targets[0] <= times.targets[-1] < lengths[-1]
     assert 0 < times.vision_tokens[0] <= times.vision_tokens[-1] < lengths[-1]
     assert 0.0 < times.forward_share < 1.0 and 0.0 < times.head_forward_share < 1.0
-    assert 0.0 <= times.target_forward_share <= 1.0 and 0.0 <= times.pass_forward_share <= 1.0 and times.pass_s >= 0.0
+    assert 0.0 <= times.losses.forward_share <= 1.0 and 0.0 <= times.pass_forward_share <= 1.0 and times.pass_s >= 0.0
 
 
 def test_an_encoders_layer_keeps_the_less_the_more_it_computes_again(config: RunConfig) -> None:
@@ -185,7 +190,7 @@ def test_a_further_stage_is_measured_by_running_one(profiler: Profiler, config: 
 def test_costs_of_attention_and_of_the_loss_are_told_by_microbatches_that_differ_in_them() -> None:
     """A step here takes what a microbatch's tokens, squares and targets cost, so the costs must come back."""
     square_s, ragged_s, few_s, further_s, forward_share = 3e-6, 1e-6, 2e-4, 1e-4, 0.75
-    fake: Any = SimpleNamespace(_layers=range(3), _batch=lambda mix: mix)
+    fake: Any = SimpleNamespace(_layers=range(3), _batch=lambda mix: mix, _rounds=lambda most: range(min(most, 4)))
 
     def step(num_layers: int, mixes: list[list[PlannedSample]]) -> Step:
         seconds, forwards = [], []
@@ -193,12 +198,15 @@ def test_costs_of_attention_and_of_the_loss_are_told_by_microbatches_that_differ
             lengths = np.array([each.num_tokens for each in mix])
             ragged = (lengths**2 * (lengths % ALIGNED_TOKENS > 0)).sum()
             targets = sum(each.num_target_tokens for each in mix)
-            few = min(targets, int(FEW_TARGETS * (lengths - 1).sum()))
-            head_s = few_s * few + further_s * (targets - few)
+            assert (lengths > [each.num_target_tokens for each in mix]).all(), "the last token predicts none"
+            head_s = loss_s(targets)
             layer_s = 0.01 + square_s * (lengths**2).sum() + ragged_s * ragged
             seconds.append(0.1 + num_layers * layer_s + head_s)
             forwards.append(0.1 + num_layers * layer_s / 3.0 + forward_share * head_s)
-        return Step(seconds, forwards, 0.0, 0.0, 0.0)
+        return Step(seconds, forwards, 0.0, 0.0, 0.0, 0.0)
+
+    def loss_s(targets: int) -> float:
+        return few_s * min(targets, 12) + further_s * max(targets - 12, 0)
 
     fake._step = step
     for lengths in ([500], [90, 300, 60], [20] * 25):
@@ -206,9 +214,37 @@ def test_costs_of_attention_and_of_the_loss_are_told_by_microbatches_that_differ
         assert BackboneProfiler._squares_s(fake, [mix, mix[:1]]) == pytest.approx((square_s, ragged_s))
     assert BackboneProfiler._squares_s(fake, [[PlannedSample(0, 40, 0, 1)]]) == (0.0, 0.0), "too short to differ"
     mix = [PlannedSample(number, 101, 0, 10) for number in range(5)]
-    assert BackboneProfiler._targets_s(fake, mix, 0.5) == pytest.approx((few_s, further_s, forward_share))
+    losses = BackboneProfiler._losses(fake, mix)
+    assert losses.counts == target_counts(500) and losses.forward_share == pytest.approx(forward_share)
+    assert losses.seconds == pytest.approx([loss_s(count) - loss_s(1) for count in losses.counts])
     few_s = further_s = 0.0
-    assert BackboneProfiler._targets_s(fake, mix, 0.5) == (0.0, 0.0, 0.5), "nothing has no share"
+    assert BackboneProfiler._losses(fake, mix).forward_share == 0.0, "nothing has no share"
+
+
+def test_the_losses_of_a_rounds_mix_count_as_those_of_the_mean_mix() -> None:
+    """Otherwise a table would have the middle one of three jumps, and not their mean."""
+    losses = LossTimes((1, 4, 5, 9), (0.0, 0.0, 8.0, 8.0), 1.0)
+    mixes = [[[PlannedSample(0, 20, 0, targets), PlannedSample(1, 20, 0, 1)]] for targets in (2, 3, 7)]
+    assert _more_losses_s(losses, mixes).tolist() == [[-8.0], [-8.0], [0.0]], "of 3, 4 and 8; 5 in the middle"
+
+
+def test_a_steps_ends_are_told_from_the_same_microbatch_in_the_middle() -> None:
+    forwards, backwards = {0: 3.0, 1: 2.0, 2: 1.0, 3: 1.5}, {0: 3.0, 1: 5.0, 2: 4.0, 3: 6.0}
+    clock = iter([0.0, 30.0])
+    fake: Any = SimpleNamespace(
+        _module=None,
+        _layers=[],
+        _now_s=lambda: next(clock),
+        _run=lambda *_: SimpleNamespace(forward_s=forwards, backward_s=backwards),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_backbone, "_only_layers", lambda *_: nullcontext())
+        found = BackboneProfiler._step(fake, 1, ["first", "second"])
+    assert (found.microbatches_s, found.forwards_s) == ([7.0, 5.0], [2.0, 1.0])
+    assert (found.first_s, found.last_s, found.first_backward_s) == (2.0, 2.0, 1.0)
+    assert found.beside_s == 30.0 - sum(forwards.values()) - sum(backwards.values()) + 0.5, (
+        "the last forward is as in the middle"
+    )
 
 
 def test_an_embedding_without_a_gradient_hands_one_to_nobody() -> None:

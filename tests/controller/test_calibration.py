@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.calibration import CalibrationReport, _Run, _times_of, _traced, calibrate_runs
 from flowtrain.controller.calibration_fit import WORK, Fit, JoinedPass, Pairs
+from flowtrain.costs.action_times import ActionTimes
 from flowtrain.costs.calibration import FEWEST, Calibration, DeviceTotal
 from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
@@ -286,6 +288,21 @@ def test_a_microbatchs_fetching_has_no_factor() -> None:
     spans = [Span("rank", name, 0.0, 1.0, {"microbatch": number}) for number in (0, 1) for name in WORK[:2]]
     assert Fit._fetching_s(fit, stage, spans).tolist() == [0.5, 0.0, 0.5, 0.0], "each forward of the rank's first stage"
     assert not Fit._fetching_s(fit, later, spans).any()
+
+
+def test_a_steps_first_backward_is_expected_to_take_less(config: RunConfig) -> None:
+    run = _Run.of(write_run(config))
+    fit = Fit(run.config, run.planned, _times_of(run, None))
+    stage = fit._partition.stages[0]
+    spans = _traced(run.files, run.config)[0].spans
+    passes = [span for span in spans if span.name in WORK[:2]]
+    before, head = fit._computing_s(stage, passes)
+    with patch.object(ActionTimes, "first_backward_s", lambda times, work, backward: 0.25 * backward):
+        after, same = fit._computing_s(stage, passes)
+    begin = [span.name for span in passes].index("backward")
+    assert before[begin] > 0.0 and same.tolist() == head.tolist()
+    before[begin] *= 0.75
+    assert after.tolist() == before.tolist(), "the others as they are"
 
 
 def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_attention_of_ragged_lengths_takes_longer(lengths: tuple[int, ...], ragg
 
 def test_the_head_takes_longer_the_more_tokens_have_a_loss() -> None:
     measured = 0.1 * np.array(LENGTHS.num_tokens)
-    apart = replace(PROFILE, losses={1: LossCosts(1e-6, tuple(measured.tolist()))})
+    apart = replace(PROFILE, losses={1: LossCosts((1, 1001), (0.0, 1e-3), tuple(measured.tolist()))})
     found, before = times(apart), times()
     none, few, all_of_them = (
         float(found.microbatches_s(MicrobatchColumns.of([MicrobatchWork((4096,), 0, targets)]), 1).head[0])
@@ -214,19 +214,43 @@ def test_the_head_takes_longer_the_more_tokens_have_a_loss() -> None:
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_tokens_with_loss_beyond_the_few_take_their_own_time(measured: float, share: float) -> None:
-    losses = LossCosts(1e-6, (1000.0 * measured,), further_s=3e-6)
+def test_tokens_with_loss_take_what_was_measured_of_their_number(measured: float, share: float) -> None:
+    """From no line, as kernels of matrices with hardly any rows are; in between, linearly."""
+    losses = LossCosts((1, 8, 16, 250), (0.0, 30e-6, 20e-6, 254e-6), (1000.0 * measured,))
 
     def seconds(count: float) -> float:
-        return 1e-6 * min(count, 250.0) + 3e-6 * max(count - 250.0, 0.0)
+        if count < 8.0:
+            return 30e-6 * max(count - 1.0, 0.0) / 7.0
+        return 30e-6 - 10e-6 * (count - 8.0) / 8.0 if count < 16.0 else 20e-6 + 1e-6 * (count - 16.0)
 
     found = losses.beyond_s((1000,), np.array([1000.0]), np.array([1000.0 * share]))
-    assert float(found[0]) == pytest.approx(seconds(1000.0 * share) - seconds(1000.0 * measured))
+    assert float(found[0]) == pytest.approx(seconds(1000.0 * share) - seconds(1000.0 * measured), abs=1e-12)
+
+
+def test_more_tokens_with_loss_than_were_measured_go_on_as_from_half_of_them() -> None:
+    """The last two numbers may be so close that noise between them would be far off."""
+    losses = LossCosts((1, 64, 128, 130), (0.0, 0.064, 0.128, 0.5), (1.0,))
+    assert losses(np.array([130.0, 260.0])).tolist() == pytest.approx([0.5, 0.5 + 2 * (0.5 - 0.065)])
+    assert LossCosts((1,), (0.0,), (1.0,))(np.array([0.0, 1.0, 9.0])).tolist() == [0.0, 0.0, 0.0], "one sample of two"
+
+
+def test_losses_that_cannot_be_read_as_a_curve_are_refused(tmp_path: Path) -> None:
+    profile = json.loads(replace(PROFILE, losses={1: LossCosts((1, 8), (0.0, 0.1), (1.0,))}).to_json())
+    profile["losses"]["1"]["counts"] = [8, 1]
+    (tmp_path / "changed.json").write_text(json.dumps(profile))
+    with pytest.raises(
+        ConfigError, match=r"losses.1: .*counts \(8, 1\) is empty or not ascending; run flowtrain profile"
+    ):
+        read_profile(tmp_path / "changed.json")
+    profile["losses"]["1"] = {"target_s": 1e-6, "targets": [1.0]}
+    (tmp_path / "old.json").write_text(json.dumps(profile))
+    with pytest.raises(ConfigError, match=r"old.json: losses.1.counts: .*; run flowtrain profile again"):
+        read_profile(tmp_path / "old.json")
 
 
 def test_a_heads_forward_has_the_losss_share_of_further_tokens_and_not_its_stages() -> None:
     steps = replace(PROFILE.steps, pass_s=0.01, pass_forward_share=0.6)
-    losses = {1: LossCosts(1e-6, (0.0,) * len(LENGTHS.num_tokens), forward_share=0.9)}
+    losses = {1: LossCosts((1, 1000), (0.0, 1e-3), (0.0,) * len(LENGTHS.num_tokens), forward_share=0.9)}
     plain, apart = times(), times(replace(PROFILE, steps=steps, losses=losses, head_forward_share=0.5))
     work = MicrobatchColumns.of([MicrobatchWork((4096,), 0, 1000)])
     head = float(plain.head_s(TOKENS, 1)[0])
@@ -235,7 +259,7 @@ def test_a_heads_forward_has_the_losss_share_of_further_tokens_and_not_its_stage
     assert float(found.head_forward[0]) == pytest.approx(0.5 * head - 0.006 + 0.9e-3)
     longer = times(replace(PROFILE, steps=replace(steps, pass_s=0.9 * head)))
     assert float(longer.head_s(TOKENS, 1)[0]) == pytest.approx(0.1 * head), "both make what was measured"
-    lossless = {1: LossCosts(1.0, LENGTHS.num_tokens)}
+    lossless = {1: LossCosts((1, 1001), (0.0, 1000.0), LENGTHS.num_tokens)}
     least = times(replace(PROFILE, steps=replace(steps, pass_s=0.1 * head), losses=lossless))
     assert float(least.head_s(TOKENS, 1)[0]) == pytest.approx(head / 4 - 0.1 * head), "something is left"
     alone = replace(PROFILE, heads={1: PROFILE.heads[1]})

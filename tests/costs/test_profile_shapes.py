@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.costs.profile_shapes import NUM_MIXES, batch_sizes, image_sizes, packed_lengths, packed_mix, packed_mixes
+from flowtrain.costs.profile_shapes import (
+    NUM_MIXES,
+    batch_sizes,
+    image_sizes,
+    packed_lengths,
+    packed_mix,
+    packed_mixes,
+    target_counts,
+)
 from flowtrain.costs.workload import Workload
 
 SAMPLES = st.lists(
@@ -53,6 +63,18 @@ def test_batches_ascend_to_the_largest_that_a_run_forwards(max_batch_patches: in
     batches = batch_sizes(max_batch_patches, patches)
     assert list(batches) == sorted(set(batches)) and batches[0] == 1
     assert batches[-1] == max(1, max_batch_patches // patches)
+
+
+@given(st.integers(1, 10**5))
+def test_numbers_of_tokens_with_loss_ascend_to_all_of_them(most: int) -> None:
+    counts = target_counts(most)
+    assert list(counts) == sorted(set(counts)) and (counts[0], counts[-1]) == (1, most)
+    assert all(later <= 2 * earlier for earlier, later in pairwise(counts))
+
+
+def test_numbers_of_tokens_with_loss_are_close_to_each_other_while_they_are_few() -> None:
+    assert target_counts(500) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 500)
+    assert [target_counts(most) for most in (1, 2, 13)] == [(1,), (1, 2), (1, 2, 3, 4, 6, 8, 12, 13)]
 
 
 @given(st.lists(st.integers(1, 50)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from typing import Literal
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -61,8 +61,17 @@ def drawn_works(random: Random, count: int, *, images: bool = False) -> list[Mic
     reduction=st.sampled_from(["microbatch", "step"]),
     samples=st.integers(1, 4),
     microbatches=st.integers(1, 5),
+    summing_s=st.sampled_from([0.0, 1e-13]),
 )
 def test_equal_microbatches_take_the_surrogates_step(
+    dp: int, sharding: str, reduction: Literal["microbatch", "step"], samples: int, microbatches: int, summing_s: float
+) -> None:
+    """summing_s: for each parameter, what a step's first backward takes less."""
+    with patch.object(Roofline, "first_backward_s", lambda self, trained: summing_s * trained):
+        expect_the_surrogates_step(dp, sharding, reduction, samples, microbatches)
+
+
+def expect_the_surrogates_step(
     dp: int, sharding: str, reduction: Literal["microbatch", "step"], samples: int, microbatches: int
 ) -> None:
     times, partition = action_times(Degrees(dp, 1, 1), sharding, reduction), build_partition(DEPTH, 1)
@@ -174,6 +183,26 @@ def test_the_ends_of_a_step_delay_each_rank_once(pp: int, monkeypatch: pytest.Mo
     before = timeline_of(simulator, program, works).makespan_s
     monkeypatch.setattr(ActionTimes, "ends_s", lambda times, stage: (2.0, 3.0))
     assert timeline_of(simulator, program, works).makespan_s == pytest.approx(before + 5.0 * pp)
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_first_backward_of_each_stage_takes_less(dp: int, pp: int, chunks: int) -> None:
+    count = 8
+    simulator = StepSimulator(build_partition(DEPTH, pp, chunks), action_times(Degrees(dp, pp, 1)))
+    program = simulator.named("1f1b" if chunks == 1 else "interleaved_1f1b", count, dp)
+    works = MicrobatchColumns.of(drawn_works(Random(0), count * dp))
+    before, _ = simulator.durations(program, works)
+    with patch.object(Roofline, "first_backward_s", lambda self, trained: 0.0 * trained + 1e-6):
+        less = before - simulator.durations(program, works)[0]
+    columns, begun = program.computations, set[tuple[int, int]]()
+    for number, seconds in enumerate(less):
+        stage = int(columns.rank[number]), int(columns.place[number])
+        is_first = bool(columns.is_backward[number]) and stage not in begun
+        assert seconds == pytest.approx(1e-6 * is_first, abs=1e-12)
+        if is_first:
+            begun.add(stage)
+    assert len(begun) == dp * pp * chunks
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

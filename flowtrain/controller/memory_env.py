@@ -6,16 +6,19 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flowtrain.models.device import HUGE_HEAP
+
 _KEEPING = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": f"{HUGE_HEAP}=1",
 }
 """One heap for all threads, from which large tensors come too, and which never shrinks. By default glibc gives a thread
 a heap of its own, in pieces of 64 MiB; what is larger, or freed at its end, goes back to the system, and each of its
-pages is cleared again when a tensor of the next microbatch gets it."""
-_DECIDING = (*_KEEPING, "GLIBC_TUNABLES", "LD_PRELOAD")
+pages is cleared again when a tensor of the next microbatch gets it. It has huge pages (from glibc 2.35 on)."""
+_DECIDING = (*_KEEPING, "LD_PRELOAD")
 """Variables by which a user may have decided it; one of them is enough."""
 
 

@@ -8,6 +8,8 @@ import torch
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """The variable by which torch asks for huge pages where a CPU's tensor is large; it reads it at its first tensor."""
+HUGE_HEAP = "glibc.malloc.hugetlb"
+"""The C library's own way (``GLIBC_TUNABLES``): all of its heap has them."""
 
 
 def default_device(choice: str) -> torch.device:
@@ -22,11 +24,13 @@ def default_device(choice: str) -> torch.device:
 def opened_device(choice: str) -> torch.device:
     """As ``default_device``, for a process that computes there; call it before the first tensor is made.
 
-    A CPU's large tensors then have huge pages, unless the user's environment decides it: one as large as a table of
-    embeddings takes as long to get as to fill otherwise.
+    A CPU's large tensors then have huge pages, unless the environment decides it: one as large as a table of
+    embeddings takes as long to get as to fill otherwise. In a heap that keeps freed memory torch must not ask for them:
+    it aligns tensors to 2 MiB, and glibc looks for 2 MiB more than such a tensor has, so that it never finds the freed
+    one that was there before, and the heap grows by a table every few steps.
     """
     device = default_device(choice)
-    if device.type == "cpu":
+    if device.type == "cpu" and HUGE_HEAP not in os.environ.get("GLIBC_TUNABLES", ""):
         os.environ.setdefault(_HUGE_PAGES, "1")
     return device
 

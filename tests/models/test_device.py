@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from flowtrain.controller.memory_env import memory_options
 from flowtrain.models.device import opened_device
 
 
@@ -18,5 +19,17 @@ def test_large_tensors_of_a_cpu_have_huge_pages_unless_the_user_decides(
     monkeypatch.setenv(name, found or "")  # so that it is put back at the end
     if found is None:
         monkeypatch.delenv(name)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert opened_device("cpu") == torch.device("cpu")
     assert os.environ[name] == expected
+
+
+def test_torch_does_not_align_large_tensors_in_a_heap_that_has_huge_pages_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Freed tensors would not fit the next ones, and the heap would grow with each few steps."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is put back at the end
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    monkeypatch.setenv("GLIBC_TUNABLES", memory_options({})["runtime_env"]["env_vars"]["GLIBC_TUNABLES"])
+    assert opened_device("cpu") == torch.device("cpu")
+    assert "THP_MEM_ALLOC_ENABLE" not in os.environ

@@ -246,14 +246,15 @@ class Surrogate:
     def optimizer_s(self, columns: CandidateColumns, held: StageParameters | None = None) -> FloatArray:
         """Return seconds of a step's clipping and update, ``[C]``, and of the exchange of a tied table's gradients.
 
-        Without those that its first backward saves, which no other time has.
+        Less what the first backward of each chunk saves, which no other time has.
         """
         held = self.traffic.parameters(columns) if held is None else held
         shards, backbone = self.traffic.shards(columns), self._model.backbone
         times = self.times[columns.device_type]
         each = False if columns.reduces_each is None else columns.reduces_each
         added = held.trained / np.where(each, shards, 1)
-        update = np.maximum(times.step_s(held.trained / shards) - times.first_backward_s(added), 0.0)
+        saved = self.chunks * times.first_backward_s(added / self.chunks)
+        update = np.maximum(times.step_s(held.trained / shards) - saved, 0.0)
         if not (backbone.tied_embeddings and trains_embedding(backbone)) or BACKBONE in self._workload.freeze:
             return update
         nbytes = FLOAT32_NBYTES * backbone.head_parameters / columns.tp / shards

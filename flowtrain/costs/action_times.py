@@ -323,11 +323,12 @@ class ActionTimes:
 
         Where each backward is reduced, gradients are added to as shards.
         """
-        if not stage.has_backward:
-            return 0.0 * backward
         held = self.parameters(stage)
+        trained = held.trained_share * held.total
+        if not stage.has_backward or not trained:
+            return 0.0 * backward
         shards = self.shard_size if self.times.setup.gradient_reduction == "microbatch" else 1
-        less = self.times.of_any_data.first_backward_s(np.array([held.trained_share * held.total / shards]))
+        less = self.times.of_any_data.first_backward_s(np.array([trained / shards]))
         found: SecondsT = np.minimum(less[0], _MOST_LESS * backward)
         return found
 

@@ -47,8 +47,8 @@ STRATEGIES = {
 }
 """Kinds by the words of ``backbone.activation_checkpointing``."""
 _PARTS = 4
-_RAGGED = (-7, 7, -3, 3)
-"""Tokens by which sequences differ from ``_PARTS`` aligned ones."""
+_UNEVEN = 5
+"""Tokens by which ragged sequences differ from aligned ones."""
 _LEAST_S = 1e-9
 _MOST_SHARE = 0.9
 """Of a part's time in one of its passes, so that noise cannot take all of it."""
@@ -116,15 +116,6 @@ class BackboneProfiler:
         layers = np.minimum(layers, (deep - connectors) / depth)
         embeddings = np.minimum(embeddings, _MOST_SHARE * (deep - depth * layers - connectors))
         heads = deep - depth * layers - connectors - embeddings
-        step_s = parameter_s = ends_s = ends_parameter_s = ends_forward_share = pass_s = pass_forward_share = 0.0
-        first_s = first_parameter_s = 0.0
-        if self._group.degrees.tp == 1:
-            short = self.replica_steps([by_length[0] for by_length in mixes])
-            step_s, parameter_s = line_through(short.num_parameters, short.beside_s)
-            ends_s, ends_parameter_s = line_through(short.num_parameters, short.ends_s)
-            first_s, first_parameter_s = line_through(short.num_parameters, short.first_backward_s)
-            ends_forward_share = min(max(short.first_s[1] / max(short.ends_s[1], _LEAST_S), 0.0), 1.0)
-            pass_s, pass_forward_share = self._pass_s([by_length[0] for by_length in mixes])
         longest = [by_length[-1] for by_length in mixes]
         squares, ragged, targets, vision = np.mean([list(map(_amounts, each)) for each in mixes], axis=0).T.tolist()
         forwards = {kind: np.array([step.forwards_s[-1] for step in steps]) for kind, steps in found.items()}
@@ -132,19 +123,14 @@ class BackboneProfiler:
         forwards["blind"] -= losses.forward_share * more_s[:, -1]
         head_forward_share = _share(float(np.median(forwards["blind"])) - forward_s, float(heads[-1]))
         square_s, ragged_s = self._squares_s([self._configured(each) for each in mixes])
-        return BackboneTimes(
+        times = BackboneTimes(
             layers_s=_positive(layers),
             heads_s=_positive(heads),
             connectors_s=_positive(connectors),
             assembling_s=self._assembling_s(longest),
-            step_s=step_s,
-            parameter_s=parameter_s,
+            step_s=0.0,
+            parameter_s=0.0,
             embeddings_s=_positive(embeddings),
-            ends_s=ends_s,
-            ends_parameter_s=ends_parameter_s,
-            ends_forward_share=ends_forward_share,
-            first_backward_s=first_s,
-            first_backward_parameter_s=first_parameter_s,
             square_s=square_s,
             squares=tuple(squares),
             ragged_s=ragged_s,
@@ -155,6 +141,25 @@ class BackboneProfiler:
             strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=head_forward_share,
+        )
+        return self._with_steps(times, [by_length[0] for by_length in mixes]) if self._group.degrees.tp == 1 else times
+
+    def _with_steps(self, times: BackboneTimes, mixes: Sequence[Sequence[PlannedSample]]) -> BackboneTimes:
+        """Add what a step and a pipeline stage take beside layers and head; ``mixes`` in turn."""
+        steps = self.replica_steps(mixes)
+        step_s, parameter_s = line_through(steps.num_parameters, steps.beside_s)
+        ends_s, ends_parameter_s = line_through(steps.num_parameters, steps.ends_s)
+        first_backward_s, first_backward_parameter_s = line_through(steps.num_parameters, steps.first_backward_s)
+        pass_s, pass_forward_share = self._pass_s(mixes)
+        return replace(
+            times,
+            step_s=step_s,
+            parameter_s=parameter_s,
+            ends_s=ends_s,
+            ends_parameter_s=ends_parameter_s,
+            ends_forward_share=min(max(steps.first_s[1] / max(steps.ends_s[1], _LEAST_S), 0.0), 1.0),
+            first_backward_s=first_backward_s,
+            first_backward_parameter_s=first_backward_parameter_s,
             pass_s=pass_s,
             pass_forward_share=pass_forward_share,
         )
@@ -190,31 +195,37 @@ class BackboneProfiler:
     def _squares_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> tuple[float, float]:
         """Seconds of a layer's attention per squared token, and how many more in sequences of ragged lengths.
 
-        By sequences as long as the longest of the mixes against more of a quarter, and by these against some of
-        slightly other lengths: in sequences that are far longer than a run's each squared token takes less. All have as
-        many tokens with loss, and each microbatch follows one like it, so that they differ in attention alone.
+        By sequences as long as the longest of the mixes against more of a quarter, and by some of the mixes' mean
+        length against some that are slightly longer and shorter: in far longer ones each squared token takes less, and
+        in far shorter ones ragged lengths cost more. The microbatches of a pair have as many tokens with loss, and each
+        follows one like it, so that they differ in attention alone.
         """
+        lengths = np.array([each.num_tokens for mix in mixes for each in mix])
         num_tokens = max(sum(each.num_tokens for each in mix) for mix in mixes)
-        longest = max(each.num_tokens for mix in mixes for each in mix)
-        part = max(longest // _PARTS // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
-        count = num_tokens // (_PARTS * part)
-        if not count:
+        part, mean = (
+            max(int(length) // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
+            for length in (lengths.max() / _PARTS, min(np.square(lengths).sum() / lengths.sum(), num_tokens / 2))
+        )
+        count, pairs = num_tokens // (_PARTS * part), num_tokens // (2 * mean)
+        if not count or not pairs:
             return 0.0, 0.0
+        long = [part * _PARTS] * count, _PARTS
+        others = [part] * _PARTS * count, [mean] * 2 * pairs, [mean - _UNEVEN, mean + _UNEVEN] * pairs
+        quarters, even, uneven = ((lengths, 1) for lengths in others)
         mixes = [
-            [PlannedSample(number, length, 0, _PARTS // len(lengths)) for number, length in enumerate(lengths * count)]
-            for lengths in ([part] * _PARTS, [part * _PARTS], [part + each for each in _RAGGED])
+            [PlannedSample(number, length, 0, num_targets) for number, length in enumerate(lengths)]
+            for lengths, num_targets in (quarters, long, even, uneven)
         ]
         batches = [batch for each in mixes for batch in [self._batch(each)] * 2]
         found = []
         for number in self._rounds(PAIRED_STEPS):
             step = self._step(len(self._layers), batches)
             if number >= WARMUP_STEPS:
-                aligned, *others = np.array(step.microbatches_s[1::2]) / len(self._layers)
-                found.append([each - aligned for each in others])
+                found.append(np.diff(step.microbatches_s[1::2])[::2] / len(self._layers))
         longer_s, uneven_s = np.median(found, axis=0).tolist()
-        (few, _), (many, _), (slightly_more, ragged) = map(_squares, mixes)
+        (few, _), (many, _), (fewer, _), (more, ragged) = map(_squares, mixes)
         square_s = max(0.0, longer_s) / (many - few)
-        return square_s, max(0.0, uneven_s - square_s * (slightly_more - few)) / ragged
+        return square_s, max(0.0, uneven_s - square_s * (more - fewer)) / ragged
 
     def _configured(self, by_length: Sequence[Sequence[PlannedSample]]) -> Sequence[PlannedSample]:
         """Return the mix whose length is nearest to the run's microbatches."""

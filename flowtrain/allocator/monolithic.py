@@ -16,6 +16,8 @@ from flowtrain.allocator.request import Request
 from flowtrain.allocator.run_memory import memory_of_ranks, monolithic_size
 from flowtrain.allocator.slices import Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, calls_s, fill_slots
+from flowtrain.costs.action_times import MOST_LESS
+from flowtrain.costs.collectives import BACKWARD_SHARE
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.model_spec import ModelSpec, TransformerSpec, VisionSpec
@@ -159,14 +161,18 @@ class PartTimes:
     head: FloatArray
     calls: FloatArray
     """Of each rank beside them (``surrogate.calls_s``)."""
+    saved: FloatArray
+    """What the first backward of a rank with all of the model would save (``Surrogate.first_backward_s``)."""
 
     @classmethod
     def of(cls, request: Request, surrogate: Surrogate, columns: CandidateColumns) -> PartTimes:
         """Return those of some configurations."""
         each = surrogate.mean_microbatch(columns)
         encoder = images_of_rank_s(request, surrogate, columns) / each.num_microbatches
-        calls = calls_s(surrogate.times[columns.device_type], columns, request.slices.chunks)
-        return cls(each.num_microbatches, each.tokens, encoder, each.layer, each.connector, each.head, calls)
+        times = surrogate.times[columns.device_type]
+        calls = calls_s(times, columns, request.slices.chunks)
+        saved = times.first_backward_s(request.model.num_parameters / columns.tp)
+        return cls(each.num_microbatches, each.tokens, encoder, each.layer, each.connector, each.head, calls, saved)
 
     def __getitem__(self, chosen: IntArray) -> PartTimes:
         """Return those of some of them, by index."""
@@ -184,7 +190,8 @@ def least_step_s(request: Request, columns: CandidateColumns, parts: PartTimes) 
     slots = fill_slots(pp, num_microbatches, request.slices.chunks)
     # Other ranks wait for the slowest in each microbatch, and it waits for them in each slot of the fill.
     shared = np.minimum(slots / np.maximum(pp - 1, 1), num_microbatches)
-    return shared * pp * mean + (num_microbatches - shared) * slowest
+    seconds = shared * pp * mean + (num_microbatches - shared) * slowest
+    return np.maximum(seconds - parts.saved, (1.0 - MOST_LESS * BACKWARD_SHARE) * seconds)
 
 
 def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, place: EncoderPlace) -> FloatArray:

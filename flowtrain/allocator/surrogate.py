@@ -15,6 +15,7 @@ import numpy as np
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.parameter_traffic import BACKWARD_SHARE, ParameterTraffic, StageParameters
 from flowtrain.allocator.slices import ONE_EACH, Slices, layers_of_ranks
+from flowtrain.costs.action_times import MOST_LESS
 from flowtrain.costs.activations import layer_activation_nbytes
 from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.flops import FloatArray, IntArray
@@ -196,7 +197,7 @@ class Surrogate:
         slot = self.slot_times(columns, tokens, stage, held)
         once = self.traffic.gathering_once_s(columns, stage, held)
         return StepTime(
-            computing=num_microbatches * stage,
+            computing=num_microbatches * stage - self.first_backward_s(columns, stage, held),
             transfers=num_microbatches * slot.transfers,
             gathering=num_microbatches * slot.gathering + once,
             offloading=num_microbatches * slot.offloading,
@@ -232,29 +233,36 @@ class Surrogate:
     ) -> FloatArray:
         """Return seconds of a step besides its slots, ``[C]``: gathers made once, reductions, the optimizer.
 
+        Less what its first backward takes less than others.
+
         stage: as in ``slot_times``.
         """
         held = self.traffic.parameters(columns) if held is None else held
         gathering = self.traffic.gathering_once_s(columns, stage, held)
         reducing = self.traffic.reducing_s(columns, stage, num_microbatches, held)
-        return gathering + reducing + self.optimizer_s(columns, held)
+        saved = self.first_backward_s(columns, stage, held)
+        return gathering + reducing + self.optimizer_s(columns, held) - saved
+
+    def first_backward_s(self, columns: CandidateColumns, stage: FloatArray, held: StageParameters) -> FloatArray:
+        """Return seconds that a step's first backward takes less than others, ``[C]``; arguments as of ``step_of``.
+
+        Where each backward is reduced, gradients are added to as shards.
+        """
+        each = False if columns.reduces_each is None else columns.reduces_each
+        added = held.trained / np.where(each, self.traffic.shards(columns), 1)
+        less = self.times[columns.device_type].first_backward_s(added)
+        found: FloatArray = np.minimum(less, MOST_LESS * BACKWARD_SHARE * stage)
+        return found
 
     def shards(self, columns: CandidateColumns) -> IntArray:
         """Return the data parallel ranks that hold one set of shards, ``[C]``; 1 where the configuration has none."""
         return self.traffic.shards(columns)
 
     def optimizer_s(self, columns: CandidateColumns, held: StageParameters | None = None) -> FloatArray:
-        """Return seconds of a step's clipping and update, ``[C]``, and of the exchange of a tied table's gradients.
-
-        Less what the first backward of each chunk saves, which no other time has.
-        """
+        """Return seconds of a step's clipping and update, ``[C]``, and of the exchange of a tied table's gradients."""
         held = self.traffic.parameters(columns) if held is None else held
         shards, backbone = self.traffic.shards(columns), self._model.backbone
-        times = self.times[columns.device_type]
-        each = False if columns.reduces_each is None else columns.reduces_each
-        added = held.trained / np.where(each, shards, 1)
-        saved = self.chunks * times.first_backward_s(added / self.chunks)
-        update = np.maximum(times.step_s(held.trained / shards) - saved, 0.0)
+        update = self.times[columns.device_type].step_s(held.trained / shards)
         if not (backbone.tied_embeddings and trains_embedding(backbone)) or BACKBONE in self._workload.freeze:
             return update
         nbytes = FLOAT32_NBYTES * backbone.head_parameters / columns.tp / shards

@@ -371,7 +371,7 @@ class Fit:
         )
         head = whole - layers
         begin = np.flatnonzero(are_backward)[:1]
-        layers[begin] -= self._actions.first_backward_s(work, layers[begin])
+        layers[begin] -= np.minimum(self._actions.first_backward_s(work, whole[begin]), layers[begin])
         return layers, head
 
     def _columns(self, tokens: FloatArray, images: IntArray) -> MicrobatchColumns:

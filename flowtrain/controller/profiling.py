@@ -238,7 +238,12 @@ class _Measured:
                 for tp, times in self._backbones.items()
             },
             losses={
-                tp: LossCosts(times.losses.counts, times.losses.seconds, times.targets, times.losses.forward_share)
+                tp: LossCosts(
+                    times.losses.counts,
+                    times.losses.seconds,
+                    times.targets,
+                    times.losses.forward_share if times.losses.seconds[-1] > 0.0 else None,
+                )
                 for tp, times in self._backbones.items()
             },
             strategies=_strategies(alone.strategies),
@@ -288,7 +293,6 @@ class _Measured:
             ends_s=alone.ends_s,
             ends_parameter_s=alone.ends_parameter_s,
             ends_forward_share=alone.ends_forward_share,
-            first_backward_s=alone.first_backward_s,
             first_backward_parameter_s=alone.first_backward_parameter_s,
             launch_s=two.launch_s,
             pass_s=alone.pass_s,

@@ -48,7 +48,6 @@ def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
         ends_s=mean("ends_s"),
         ends_parameter_s=mean("ends_parameter_s"),
         ends_forward_share=mean_share("ends_forward_share", "ends_s"),
-        first_backward_s=mean("first_backward_s"),
         first_backward_parameter_s=mean("first_backward_parameter_s"),
         square_s=mean("square_s"),
         squares=times[0].squares,

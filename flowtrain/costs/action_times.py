@@ -32,7 +32,7 @@ from flowtrain.types.plan import Degrees
 
 SecondsT = TypeVar("SecondsT", float, FloatArray)
 
-_MOST_LESS = 0.5
+MOST_LESS = 0.5
 """Share of a backward that a step's first one may take less, however short it is."""
 _MANY_TOKENS = 1 << 16
 """Bytes per token are taken from so many, since slices are whole tokens."""
@@ -323,13 +323,12 @@ class ActionTimes:
 
         Where each backward is reduced, gradients are added to as shards.
         """
-        held = self.parameters(stage)
-        trained = held.trained_share * held.total
-        if not stage.has_backward or not trained:
+        if not stage.has_backward:
             return 0.0 * backward
+        held = self.parameters(stage)
         shards = self.shard_size if self.times.setup.gradient_reduction == "microbatch" else 1
-        less = self.times.of_any_data.first_backward_s(np.array([trained / shards]))
-        found: SecondsT = np.minimum(less[0], _MOST_LESS * backward)
+        less = self.times.of_any_data.first_backward_s(np.array([held.trained_share * held.total / shards]))
+        found: SecondsT = np.minimum(less[0], MOST_LESS * backward)
         return found
 
     def optimizer_s(self, stages: Sequence[StageWork]) -> float:

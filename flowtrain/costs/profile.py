@@ -143,10 +143,8 @@ class StepCosts:
     """Likewise, per trained parameter of the device."""
     ends_forward_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the forward in both."""
-    first_backward_s: _Amount = 0.0
-    """Per step, what its first backward takes less than others: it adds its gradients to none."""
     first_backward_parameter_s: _Amount = 0.0
-    """Likewise, per trained parameter of the device."""
+    """Per step and trained parameter, what its first backward takes less: it adds its gradients to none."""
     launch_s: _Amount = 0.0
     """Per transfer between pipeline ranks, at each end, whatever its size: to start it and to wait for it."""
     pass_s: _Amount = 0.0

@@ -131,11 +131,12 @@ def replica_costs(alone: ReplicaSteps, shared: ReplicaSteps, step_s: float, para
     """Return what two ranks pay for sharing parameters, from the same steps of one rank alone and of both.
 
     step_s, parameter_s: of a step alone, as in ``StepCosts``; each of both updates half of the parameters. What the
-    ends of a step take more belongs to the sharing.
+    ends of a step take more belongs to the sharing, and so does what its first backward saves less than one alone.
     """
     numbers = shared.num_parameters
     gathering = [both - one for one, both in zip(alone.microbatch_s, shared.microbatch_s, strict=True)]
     updates = [step_s + parameter_s * number / 2.0 for number in numbers]
-    around = [beside + ends for beside, ends in zip(shared.beside_s, shared.ends_s, strict=True)]
+    saved = [one - both for one, both in zip(alone.first_backward_s, shared.first_backward_s, strict=True)]
+    around = [sum(each) for each in zip(shared.beside_s, shared.ends_s, saved, strict=True)]
     reducing = [both - one for one, both in zip(updates, around, strict=True)]
     return ReplicaCosts(*line_through(numbers, gathering), *line_through(numbers, reducing))

@@ -226,8 +226,7 @@ class ProfileTimes:
 
     def first_backward_s(self, trained: FloatArray) -> FloatArray:
         """As ``ModuleTimes``."""
-        steps = self._profile.steps
-        return steps.first_backward_s + steps.first_backward_parameter_s * trained
+        return self._profile.steps.first_backward_parameter_s * trained
 
     def slowdown(self, encoder: str) -> float | None:
         """As ``ModuleTimes``."""

@@ -110,15 +110,14 @@ class EmulatedStages:
         at, key = self.clock.now(), (action.module, action.stage)
         work = self._works[key]
         seconds = self._times.backward_s(work, self._microbatch_work(action, microbatch))
-        if key not in self._summed:
-            self._summed.add(key)
-            seconds -= self._times.first_backward_s(work, seconds)
+        less = self._times.first_backward_s(work, seconds) if key not in self._summed else 0.0
+        self._summed.add(key)
         seconds += self._times.ends_s(work)[1] if is_last else 0.0
         gathers, reduces = self._times.gathers and self._gathers_each, is_last or self._reduces_each
         exposed = self._times.gather_s(work, seconds, of_backward=True) if gathers else 0.0
         if reduces and self._degrees.dp > 1:
             exposed += self._times.reduce_s(work, seconds, is_last=is_last)
-        end = self._run("backward", action, microbatch, at, seconds, exposed, meets=gathers)
+        end = self._run("backward", action, microbatch, at, seconds - less, exposed, meets=gathers)
         if is_last:
             self.clock.skip_to(self._meetings.meet(Meeting.REPLICAS, self._rank, self._replica_ranks, end))
         elif reduces:

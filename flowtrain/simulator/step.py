@@ -118,9 +118,10 @@ class StepSimulator:
             stage, own = self.partition.stages[places[0]], _only(columns, mine)
             seconds[mine] = self._computing_s(self._work(stage), own, works, at[mine])
             begins = np.flatnonzero(mine & program.first_backwards)
-            seconds[begins] -= self.times.first_backward_s(self._work(stage), seconds[begins])
+            less = self.times.first_backward_s(self._work(stage), seconds[begins])
             if with_collectives:
                 seconds[mine] += self.exposed_s(stage, own, seconds[mine])
+            seconds[begins] -= less
         if host_s := self.times.microbatch_s:  # where a rank fetches a microbatch, not at each of its stages
             _, firsts = np.unique(columns.rank * (each + 1) + columns.microbatch, return_index=True)
             seconds[firsts] += host_s

@@ -149,7 +149,6 @@ class BackboneProfiler:
         steps = self.replica_steps(mixes)
         step_s, parameter_s = line_through(steps.num_parameters, steps.beside_s)
         ends_s, ends_parameter_s = line_through(steps.num_parameters, steps.ends_s)
-        first_backward_s, first_backward_parameter_s = line_through(steps.num_parameters, steps.first_backward_s)
         pass_s, pass_forward_share = self._pass_s(mixes)
         return replace(
             times,
@@ -158,8 +157,7 @@ class BackboneProfiler:
             ends_s=ends_s,
             ends_parameter_s=ends_parameter_s,
             ends_forward_share=min(max(steps.first_s[1] / max(steps.ends_s[1], _LEAST_S), 0.0), 1.0),
-            first_backward_s=first_backward_s,
-            first_backward_parameter_s=first_backward_parameter_s,
+            first_backward_parameter_s=steps.first_backward_s[1] / max(steps.num_parameters[1], 1),
             pass_s=pass_s,
             pass_forward_share=pass_forward_share,
         )
@@ -207,7 +205,7 @@ class BackboneProfiler:
             for length in (lengths.max() / _PARTS, min(np.square(lengths).sum() / lengths.sum(), num_tokens / 2))
         )
         count, pairs = num_tokens // (_PARTS * part), num_tokens // (2 * mean)
-        if not count or not pairs:
+        if not count:
             return 0.0, 0.0
         long = [part * _PARTS] * count, _PARTS
         others = [part] * _PARTS * count, [mean] * 2 * pairs, [mean - _UNEVEN, mean + _UNEVEN] * pairs
@@ -314,13 +312,15 @@ class BackboneProfiler:
             return shallow, deep
 
         numbers = (self._num_parameters(1), self._num_parameters(len(self._layers)))
+        shallow, deep = (max(each, 0.0) for each in medians(lambda step: step.first_backward_s))
+        beside_shallow, beside_deep = medians(lambda step: step.beside_s)
         return ReplicaSteps(
             numbers,
             medians(lambda step: step.microbatches_s[0]),
-            medians(lambda step: step.beside_s),
+            (beside_shallow + shallow, beside_deep + deep),
             medians(lambda step: step.first_s),
             medians(lambda step: step.last_s),
-            medians(lambda step: step.first_backward_s),
+            (shallow, deep),
         )
 
     def piece(self, mix: Sequence[PlannedSample]) -> Callable[[], object]:
@@ -347,9 +347,8 @@ class BackboneProfiler:
         microbatches_s = [sum(passes) for passes in zip(forwards_s, backwards_s, strict=True)]
         # The last one in the middle is the same microbatch as those at the ends.
         first_s, last_s = runtime.forward_s[0] - forwards_s[-1], runtime.backward_s[len(ends) - 1] - backwards_s[-1]
+        beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - first_s - last_s
         first_backward_s = backwards_s[-1] - runtime.backward_s[0]
-        ends_s = first_s + last_s - first_backward_s
-        beside_s = total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1] - ends_s
         return Step(microbatches_s, forwards_s, beside_s, first_s, last_s, first_backward_s)
 
     def _run(

@@ -25,13 +25,13 @@ class Step:
     forwards_s: list[float]
     """Of their forwards."""
     beside_s: float
-    """Of the step without any of its microbatches, and without what its ends take more or less."""
+    """Of the step without any of its microbatches, and without what its ends take more."""
     first_s: float
     """Of its first forward, beyond the same microbatch's in the middle."""
     last_s: float
     """Of its last backward, likewise."""
     first_backward_s: float
-    """What its first backward takes less than the same microbatch's in the middle."""
+    """What its first backward takes less than the same microbatch's in the middle; ``beside_s`` is less by it."""
 
 
 class TimedStages:

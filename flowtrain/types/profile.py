@@ -69,10 +69,8 @@ class BackboneTimes:
     """Likewise, per parameter."""
     ends_forward_share: float = 0.0
     """Of the forward in both."""
-    first_backward_s: float = 0.0
-    """Each step, what its first backward takes less: it adds its gradients to none; whatever the model's size."""
     first_backward_parameter_s: float = 0.0
-    """Likewise, per parameter."""
+    """Each step, per parameter, what its first backward takes less: it adds its gradients to none."""
     square_s: float = 0.0
     """Attention in one decoder layer, forward and backward with recomputation, per squared token of a sub-sequence."""
     squares: tuple[float, ...] = ()
@@ -130,7 +128,7 @@ class ReplicaSteps:
     last_s: tuple[float, float] = (0.0, 0.0)
     """Its last backward, likewise."""
     first_backward_s: tuple[float, float] = (0.0, 0.0)
-    """What its first backward takes less than one in the middle."""
+    """What its first backward takes less than one in the middle; 0 if it takes more."""
 
     @property
     def ends_s(self) -> tuple[float, float]:

@@ -91,7 +91,7 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     assert 0.0 <= times.ends_forward_share <= 1.0
     for amount in (times.assembling_s, times.step_s, times.parameter_s, times.ends_s, times.ends_parameter_s):
         assert amount >= 0 and math.isfinite(amount)
-    assert times.first_backward_s >= 0.0 and times.first_backward_parameter_s >= 0.0
+    assert times.first_backward_parameter_s >= 0.0
     counts, seconds = times.losses.counts, times.losses.seconds
     assert len(counts) == len(seconds) > 2 and counts[-1] < lengths[-1] and len(times.targets) == len(lengths)
     assert seconds[0] == 0.0 and all(0.0 <= each < 60.0 for each in seconds)
@@ -242,9 +242,35 @@ def test_a_steps_ends_are_told_from_the_same_microbatch_in_the_middle() -> None:
         found = BackboneProfiler._step(fake, 1, ["first", "second"])
     assert (found.microbatches_s, found.forwards_s) == ([7.0, 5.0], [2.0, 1.0])
     assert (found.first_s, found.last_s, found.first_backward_s) == (2.0, 2.0, 1.0)
-    assert found.beside_s == 30.0 - sum(forwards.values()) - sum(backwards.values()) + 0.5, (
-        "the last forward is as in the middle"
+    passes_s = sum(forwards.values()) + sum(backwards.values())
+    assert found.beside_s == 30.0 - passes_s + 0.5 - 1.0, "the last forward and the first backward as in the middle"
+
+
+@pytest.mark.parametrize("less_s", [1.0, -1.0])
+def test_a_first_backward_that_takes_longer_stays_in_the_step(less_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_backbone, "SHORT_STEPS", 2)
+    fake: Any = SimpleNamespace(
+        _layers=range(3),
+        _batch=lambda mix: mix,
+        _step=lambda depth, batches: Step([9.0], [3.0], 2.0 * depth - less_s, 0.0, 0.0, less_s),
+        _num_parameters=lambda depth: depth,
     )
+    found = BackboneProfiler.replica_steps(fake, [[]])
+    saved_s = max(less_s, 0.0)
+    assert found.first_backward_s == (saved_s, saved_s)
+    assert found.beside_s == (2.0 - less_s + saved_s, 6.0 - less_s + saved_s)
+
+
+def test_each_round_is_corrected_by_its_own_mix(
+    profiler: Profiler, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_backbone, "MOST_STEPS", 2)
+    more_s = np.array([[0.0], [-1000.0], [-2000.0]])
+    monkeypatch.setattr(profile_backbone, "_more_losses_s", lambda losses, mixes: more_s * np.ones(len(mixes[0])))
+    mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
+    times = profiler.backbone(mixes)
+    assert all(1500.0 < each < 1560.0 for each in times.heads_s), "the second mix and the third, after one to warm up"
+    assert all(each < 60.0 for each in times.layers_s), "of each kind, so that no difference has it"
 
 
 def test_an_embedding_without_a_gradient_hands_one_to_nobody() -> None:

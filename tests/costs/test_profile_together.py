@@ -130,3 +130,9 @@ def test_two_replicas_cost_what_their_steps_take_more_than_one_alone() -> None:
     assert costs.gathering_s(numbers, two).tolist() == pytest.approx([0.1, 0.3])
     # Each of both updates half of the parameters, the rest is the reduction.
     assert costs.reducing_s(numbers, two).tolist() == pytest.approx([0.9 - 0.45, 1.3 - 0.55])
+    # A first backward that saves less than one alone, which is taken off every step, is a cost of theirs.
+    alone, shared = (
+        replace(each, first_backward_s=saved) for each, saved in ((alone, (0.1, 0.3)), (shared, (0.1, 0.2)))
+    )
+    costs = replica_costs(alone, shared, step_s=0.4, parameter_s=1e-3)
+    assert costs.reducing_s(numbers, two).tolist() == pytest.approx([0.9 - 0.45, 1.3 - 0.55 + 0.1])

@@ -61,7 +61,7 @@ def drawn_works(random: Random, count: int, *, images: bool = False) -> list[Mic
     reduction=st.sampled_from(["microbatch", "step"]),
     samples=st.integers(1, 4),
     microbatches=st.integers(1, 5),
-    summing_s=st.sampled_from([0.0, 1e-13]),
+    summing_s=st.sampled_from([0.0, 1e-13, 1e-11]),
 )
 def test_equal_microbatches_take_the_surrogates_step(
     dp: int, sharding: str, reduction: Literal["microbatch", "step"], samples: int, microbatches: int, summing_s: float

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from flowtrain.costs.microbatches import ALIGNED_TOKENS
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import PlannedSample
 
 Mix = tuple[PlannedSample, ...]
 """The sequences of one packed microbatch."""
 
+_PARTS = 4
+_UNEVEN = 5
+"""Tokens by which ragged sequences differ from aligned ones."""
 NUM_LENGTHS = 4
 NUM_MIXES = 3
 FEW_TARGETS = 32
@@ -64,6 +71,39 @@ def target_counts(most: int) -> tuple[int, ...]:
     powers = [2**power for power in range(most.bit_length())]
     between = [3 * each // 2 for each in powers if 1 < each < FEW_TARGETS]
     return tuple(sorted({most, *(each for each in [*powers, *between] if each < most)}))
+
+
+def with_targets(mix: Sequence[PlannedSample], count: int) -> Mix:
+    """Return the same sequences with so many tokens with loss in all, in the first ones as many as they can have."""
+    found = []
+    for each in mix:
+        own = min(count, each.num_tokens - 1)
+        found.append(replace(each, num_target_tokens=own))
+        count -= own
+    return tuple(found)
+
+
+def attention_mixes(mixes: Sequence[Sequence[PlannedSample]]) -> tuple[Mix, ...]:
+    """Return two pairs of microbatches that differ in attention alone; none where the given ones are too short.
+
+    Quarters of the longest sequence, and sequences as long as it; sequences of the mean length, by their tokens, and
+    some that are slightly shorter and longer. All but the last have aligned lengths.
+    """
+    lengths = np.array([each.num_tokens for mix in mixes for each in mix])
+    num_tokens = max(sum(each.num_tokens for each in mix) for mix in mixes)
+    part, mean = (
+        max(int(length) // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
+        for length in (lengths.max() / _PARTS, min(np.square(lengths).sum() / lengths.sum(), num_tokens / 2))
+    )
+    count, pairs = num_tokens // (_PARTS * part), num_tokens // (2 * mean)
+    if not count:
+        return ()
+    quarters, long = ([part] * _PARTS * count, 1), ([part * _PARTS] * count, _PARTS)
+    even, uneven = ([mean] * 2 * pairs, 1), ([mean - _UNEVEN, mean + _UNEVEN] * pairs, 1)
+    return tuple(
+        tuple(PlannedSample(number, length, 0, num_targets) for number, length in enumerate(each))
+        for each, num_targets in (quarters, long, even, uneven)
+    )
 
 
 def batch_sizes(max_batch_patches: int, fewest_patches: int) -> tuple[int, ...]:

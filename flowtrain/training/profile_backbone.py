@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.microbatches import ALIGNED_TOKENS, ragged_squares
+from flowtrain.costs.microbatches import ragged_squares
 from flowtrain.costs.profile_layers import losses_s
-from flowtrain.costs.profile_shapes import target_counts
+from flowtrain.costs.profile_shapes import attention_mixes, target_counts, with_targets
 from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
@@ -46,9 +46,6 @@ STRATEGIES = {
     "offload": MemoryKind.OFFLOAD,
 }
 """Kinds by the words of ``backbone.activation_checkpointing``."""
-_PARTS = 4
-_UNEVEN = 5
-"""Tokens by which ragged sequences differ from aligned ones."""
 _LEAST_S = 1e-9
 _MOST_SHARE = 0.9
 """Of a part's time in one of its passes, so that noise cannot take all of it."""
@@ -198,30 +195,17 @@ class BackboneProfiler:
         in far shorter ones ragged lengths cost more. The microbatches of a pair have as many tokens with loss, and each
         follows one like it, so that they differ in attention alone.
         """
-        lengths = np.array([each.num_tokens for mix in mixes for each in mix])
-        num_tokens = max(sum(each.num_tokens for each in mix) for mix in mixes)
-        part, mean = (
-            max(int(length) // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
-            for length in (lengths.max() / _PARTS, min(np.square(lengths).sum() / lengths.sum(), num_tokens / 2))
-        )
-        count, pairs = num_tokens // (_PARTS * part), num_tokens // (2 * mean)
-        if not count:
+        pairs = attention_mixes(mixes)
+        if not pairs:
             return 0.0, 0.0
-        long = [part * _PARTS] * count, _PARTS
-        others = [part] * _PARTS * count, [mean] * 2 * pairs, [mean - _UNEVEN, mean + _UNEVEN] * pairs
-        quarters, even, uneven = ((lengths, 1) for lengths in others)
-        mixes = [
-            [PlannedSample(number, length, 0, num_targets) for number, length in enumerate(lengths)]
-            for lengths, num_targets in (quarters, long, even, uneven)
-        ]
-        batches = [batch for each in mixes for batch in [self._batch(each)] * 2]
+        batches = [batch for each in pairs for batch in [self._batch(each)] * 2]
         found = []
         for number in self._rounds(PAIRED_STEPS):
             step = self._step(len(self._layers), batches)
             if number >= WARMUP_STEPS:
                 found.append(np.diff(step.microbatches_s[1::2])[::2] / len(self._layers))
         longer_s, uneven_s = np.median(found, axis=0).tolist()
-        (few, _), (many, _), (fewer, _), (more, ragged) = map(_squares, mixes)
+        (few, _), (many, _), (fewer, _), (more, ragged) = map(_squares, pairs)
         square_s = max(0.0, longer_s) / (many - few)
         return square_s, max(0.0, uneven_s - square_s * (more - fewer)) / ragged
 
@@ -236,7 +220,7 @@ class BackboneProfiler:
         Each microbatch follows one like it, as most of a run's do: after a larger one it would take longer.
         """
         counts = target_counts(max(1, sum(each.num_tokens - 1 for each in mix)))
-        batches = [batch for count in counts for batch in [self._batch(_with_targets(mix, count))] * 2]
+        batches = [batch for count in counts for batch in [self._batch(with_targets(mix, count))] * 2]
         found = []
         for number in self._rounds(MOST_STEPS):
             step = self._step(1, batches)
@@ -494,16 +478,6 @@ def _more_losses_s(losses: LossTimes, mixes: Sequence[Sequence[Sequence[PlannedS
     targets = np.array([[_num_targets(mix) for mix in by_length] for by_length in mixes], dtype=np.float64)
     every, mean = (losses_s(losses.counts, losses.seconds, each) for each in (targets, targets.mean(axis=0)))
     return every - mean
-
-
-def _with_targets(mix: Sequence[PlannedSample], count: int) -> list[PlannedSample]:
-    """The same sequences with so many tokens with loss in all, in the first ones as many as they can have."""
-    found = []
-    for each in mix:
-        own = min(count, each.num_tokens - 1)
-        found.append(replace(each, num_target_tokens=own))
-        count -= own
-    return found
 
 
 def _num_targets(mix: Sequence[PlannedSample]) -> int:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flowtrain.costs.profile_shapes import (
     NUM_MIXES,
+    attention_mixes,
     batch_sizes,
     image_sizes,
     packed_lengths,
@@ -18,6 +19,7 @@ from flowtrain.costs.profile_shapes import (
     target_counts,
 )
 from flowtrain.costs.workload import Workload
+from flowtrain.types.plan import PlannedSample
 
 SAMPLES = st.lists(
     st.tuples(st.integers(2, 60), st.floats(0, 1), st.floats(0, 1)).map(
@@ -75,6 +77,21 @@ def test_numbers_of_tokens_with_loss_ascend_to_all_of_them(most: int) -> None:
 def test_numbers_of_tokens_with_loss_are_close_to_each_other_while_they_are_few() -> None:
     assert target_counts(500) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 500)
     assert [target_counts(most) for most in (1, 2, 13)] == [(1,), (1, 2), (1, 2, 3, 4, 6, 8, 12, 13)]
+
+
+@given(st.lists(st.lists(st.integers(2, 900), min_size=1, max_size=8), min_size=1, max_size=3))
+def test_pairs_that_tell_attention_differ_in_nothing_else(lengths: list[list[int]]) -> None:
+    pairs = attention_mixes([[PlannedSample(0, length, 0, 1) for length in mix] for mix in lengths])
+    if max(map(sum, lengths)) < 64:
+        assert not pairs
+        return
+    quarters, long, even, uneven = pairs
+    for one, other in ((quarters, long), (even, uneven)):
+        for name in ("num_tokens", "num_target_tokens", "num_vision_tokens"):
+            assert sum(getattr(each, name) for each in one) == sum(getattr(each, name) for each in other)
+    assert all(each.num_tokens % 16 == 0 for each in (*quarters, *long, *even)), "aligned"
+    assert all(each.num_tokens % 16 for each in uneven), "ragged"
+    assert all(each.num_target_tokens < each.num_tokens for mix in pairs for each in mix)
 
 
 @given(st.lists(st.integers(1, 50)))

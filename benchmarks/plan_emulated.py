@@ -38,8 +38,6 @@ from shared.emulated_world import MAX_DEVICES, MIN_DEVICES, PERIOD_STEPS, VISION
 TARGET = 0.97
 NEAR = 0.85
 """Every split that is predicted above this share of the plan's rate is run; similar splits have similar errors."""
-FAR_SLOWER = 0.75
-"""Splits that are predicted below this share of the plan's rate are run for fewer steps in the first pass."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,8 @@ def compare(emulation: Emulation, world: World, arguments: argparse.Namespace, d
     tried: dict[Split, Measured] = {}
     simulated: dict[Split, float] = {}
     for split in dict.fromkeys([plan, *worth_trying(splits, arguments.each, NEAR * plan.rate)]):
-        num_steps = PERIOD_STEPS if split.rate < FAR_SLOWER * plan.rate else arguments.steps
-        tried[split] = emulation.run(world, split, num_steps, directory)
-        simulated[split] = simulated_rate(world, split, num_steps)
+        tried[split] = emulation.run(world, split, arguments.steps, directory)
+        simulated[split] = simulated_rate(world, split, arguments.steps)
         _say(
             f"{world.name}: {split}: predicted {split.rate:.1f}, simulated {simulated[split]:.1f}, measured "
             f"{tried[split].rate:.1f}"

@@ -129,8 +129,10 @@ class Profiler:
         """Measure steps of short microbatches, with parameters shared over the group's replicas; collective.
 
         In processor seconds of the process, whose other threads send and receive: waiting costs a core nothing.
+        Gradients are reduced once a step, whatever is configured: the times of a reduction are then those of one.
         """
-        backbone = self._config.backbone.model_copy(update={"sharding": sharding, "hybrid_shard_size": None})
+        shared = {"sharding": sharding, "hybrid_shard_size": None, "gradient_reduction": "step"}
+        backbone = self._config.backbone.model_copy(update=shared)
         config = self._config.model_copy(update={"backbone": backbone})
         return self._backbone(config, time.process_time).replica_steps(mixes)
 

@@ -202,7 +202,8 @@ class _Backbone:
         elif request.cluster[one.device_type].name == CPU:
             busy = counts * mean(found.mean + found.each.total - found.each.computing) + once
         else:
-            busy = counts * mean(found.mean) + surrogate.optimizer_s(one, held)
+            saved = surrogate.first_backward_s(one, mean(found.each.computing), held)
+            busy = counts * mean(found.mean) - saved + surrogate.optimizer_s(one, held)
         imbalance = float(computing.max(axis=1).sum() / computing.mean(axis=1).sum()) - 1.0
         return cls(slots, rest, busy, imbalance)
 

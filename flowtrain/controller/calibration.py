@@ -13,7 +13,8 @@ from typing import Any
 
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.calibration_fit import Fit, Pairs, TracedStep, traced_steps
+from flowtrain.controller.calibration_fit import Fit, TracedStep, traced_steps
+from flowtrain.controller.calibration_pairs import Pairs
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.costs.action_times import DeviceTimes
@@ -140,7 +141,13 @@ def _check_alike(runs: Sequence[_Run], times: Sequence[DeviceTimes], base: Profi
 
 def _base_of(config: RunConfig, files: RunDir, given: Path | None) -> tuple[Profile | None, Profile | None]:
     """The profile whose times are fitted, without its factors, and the run's own; None if there is none."""
-    own = read_profile(files.profile) if files.profile.is_file() else None
+    own = None
+    if files.profile.is_file():
+        try:
+            own = read_profile(files.profile)
+        except ConfigError as error:
+            if given is None:
+                raise ConfigError(f"{error}; then calibrate with --profile FILE, the one that it writes") from error
     base = read_profile(given) if given is not None else configured_profile(config) or own
     return (None if base is None else replace(base, calibration=None)), own
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any
@@ -17,17 +16,10 @@ from flowtrain.allocator.plan import fixed_plan
 from flowtrain.allocator.shards import num_shards
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.actor_specs import actor_specs_of
+from flowtrain.controller.calibration_pairs import UPDATE, JoinedPass, Pairs
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
-from flowtrain.costs.calibration import (
-    FEWEST,
-    LEAST,
-    Calibration,
-    DeviceTotal,
-    factor,
-    part_factors,
-    robust_remainder,
-)
+from flowtrain.costs.calibration import LEAST, DeviceTotal
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns, ragged_squares
 from flowtrain.costs.profile_together import encoding_adds_s
@@ -41,7 +33,7 @@ from flowtrain.simulator.program import BoolArray
 from flowtrain.simulator.step import Passes, StepSimulator, stage_work
 from flowtrain.types.messages import Span
 
-FORWARD, BACKWARD, UPDATE, ENCODE, DECODE = "forward", "backward", "optimizer", "encode", "decode"
+FORWARD, BACKWARD, ENCODE, DECODE = "forward", "backward", "encode", "decode"
 WORK = (FORWARD, BACKWARD, UPDATE, ENCODE, DECODE)
 """Names of the spans that are compared."""
 _COORDINATES = re.compile(r"backbone-dp(\d+)-pp(\d+)-tp(\d+)")
@@ -64,99 +56,6 @@ class TracedStep:
             total += max(0.0, span.end_s - max(span.start_s, until))
             until = max(until, span.end_s)
         return total / self.scale
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedPass:
-    """A rank's pass with collectives, in seconds."""
-
-    start_s: float
-    measured_s: float
-    layers_s: float
-    """Predicted, of computing without the head."""
-    head_s: float
-    """Predicted."""
-    collectives_s: float
-    """Predicted, of what computing does not hide."""
-    meets_first: bool = False
-    """Whether the ranks meet before they compute, and not while or after they do."""
-
-    def computing_s(self, layers: float, head: float) -> float:
-        """Return its time without collectives; layers, head: factors."""
-        return layers * self.layers_s + head * self.head_s
-
-    def meeting_s(self, layers: float, head: float) -> float:
-        """Return when it comes to the others; arguments as above."""
-        return self.start_s if self.meets_first else self.start_s + self.computing_s(layers, head)
-
-
-@dataclass(slots=True)
-class Pairs:
-    """Measured and predicted seconds by what they are of, from any number of steps and runs."""
-
-    measured: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
-    predicted: defaultdict[str, list[float]] = field(default_factory=partial(defaultdict, list))
-    num_spans: Counter[str] = field(default_factory=Counter)
-    """Spans that these are of."""
-    joined: list[tuple[JoinedPass, ...]] = field(default_factory=list)
-    """Passes of the ranks that meet in their collectives."""
-    ends: list[JoinedPass] = field(default_factory=list)
-    """First forwards and last backwards of replicas that meet no other."""
-    stages: list[DeviceTotal] = field(default_factory=list)
-    """Passes of a run's stages without collectives; parts: layers, head."""
-    devices: list[DeviceTotal] = field(default_factory=list)
-    """All that a device does in a run, where processes or threads share it; parts: layers, head, an encoder."""
-
-    def add(self, kind: str, measured: float, predicted: float, num_spans: int = 1) -> None:
-        """Add a pair of so many spans; a prediction of nothing says nothing."""
-        if predicted > 0.0:
-            self.measured[kind].append(measured)
-            self.predicted[kind].append(predicted)
-            self.num_spans[kind] += num_spans
-
-    def calibration(self, run: str, encoders: Sequence[str]) -> Calibration:
-        """Return the factors."""
-        factors = {
-            kind: factor(self.measured[kind], self.predicted[kind], self.num_spans[kind]) for kind in self._known()
-        }
-        of_stages, of_devices = (sum(total.num_spans for total in each) for each in (self.stages, self.devices))
-        layers, head, encoder = part_factors(self.devices, 3)
-        collectives = ends = layers
-        if of_stages >= FEWEST:
-            layers, head = part_factors(self.stages, 2)
-            ends = robust_remainder(*_beside_computing(self.ends, layers, head))
-        if len(self.joined) >= FEWEST:
-            # The rank that comes last waits for no other; the others' waits are none of the collectives' time.
-            last = [max(ranks, key=lambda each: each.meeting_s(layers, head)) for ranks in self.joined]
-            measured, computing, joined = _beside_computing(last, layers, head)
-            if of_stages >= FEWEST:
-                collectives = robust_remainder(measured, computing, joined)
-            else:  # every pass has collectives, so all get one factor
-                _, computing, joined = _beside_computing(last, 1.0, 1.0)
-                together = [sum(each) for each in zip(computing, joined, strict=True)]
-                layers = head = collectives = ends = factor(measured, together)
-        counted = [*(self.num_spans[kind] for kind in factors), of_stages, of_devices, len(self.joined)]
-        return Calibration(
-            run=run,
-            backbone=layers,
-            head=head,
-            encoders={name: factors.get(name, encoder) for name in encoders},
-            collectives=collectives,
-            ends=ends,
-            optimizer=factors.get(UPDATE, 1.0),
-            num_spans=sum(each for each in counted if each >= FEWEST),
-        )
-
-    def _known(self) -> list[str]:
-        return [kind for kind, count in self.num_spans.items() if count >= FEWEST]
-
-
-def _beside_computing(
-    passes: Sequence[JoinedPass], layers: float, head: float
-) -> tuple[list[float], list[float], list[float]]:
-    """What passes took, their predicted computing with these factors, and their predicted collectives."""
-    computing = [each.computing_s(layers, head) for each in passes]
-    return [each.measured_s for each in passes], computing, [each.collectives_s for each in passes]
 
 
 class Fit:
@@ -318,9 +217,9 @@ class Fit:
         for (module, number), found in passes.items():
             stage = self._partition.of_module(StageModule(module))[number]
             found.sort(key=lambda span: span.start_s)
-            layers, head = self._computing_s(stage, found)
-            computing = layers + head
-            collectives, fetching = self._collectives_s(stage, found, computing), self._fetching_s(stage, found)
+            layers, head, saved = self._computing_s(stage, found)
+            collectives, fetching = self._collectives_s(stage, found, layers + head), self._fetching_s(stage, found)
+            layers -= saved
             if self._shares:
                 shared.spans += found
                 shared.layers_s += float(collectives.sum())
@@ -359,8 +258,11 @@ class Fit:
         tied = self._actions.tied_s(works)
         return _without(step.seconds_of([span]), tied), self._actions.optimizer_s(works) - tied
 
-    def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> tuple[FloatArray, FloatArray]:
-        """Seconds of computing without the head, and of the head; spans: a stage's of one rank and step."""
+    def _computing_s(self, stage: Stage, spans: Sequence[Span]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Seconds of computing without the head, of the head, and of the first what a first backward takes less.
+
+        spans: a stage's of one rank and step.
+        """
         tokens = np.array([float(span.args["num_tokens"]) for span in spans])
         images = np.array([int(span.args.get("images", 0)) for span in spans])
         work = stage_work(self._partition, stage, self._encoder)
@@ -369,10 +271,9 @@ class Fit:
             np.where(are_backward, *reversed(self._actions.passes_s(each, columns)))
             for each in (work, replace(work, is_last=False))
         )
-        head = whole - layers
-        begin = np.flatnonzero(are_backward)[:1]
-        layers[begin] -= np.minimum(self._actions.first_backward_s(work, whole[begin]), layers[begin])
-        return layers, head
+        begin, saved = np.flatnonzero(are_backward)[:1], np.zeros(len(spans))
+        saved[begin] = np.minimum(self._actions.first_backward_s(work, whole[begin]), layers[begin])
+        return layers, whole - layers, saved
 
     def _columns(self, tokens: FloatArray, images: IntArray) -> MicrobatchColumns:
         """Microbatches of so many tokens and images, with the data's mean mix."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from flowtrain.models.device import HUGE_HEAP
+from flowtrain.models.device import HUGE_HEAP, TORCH_HUGE_PAGES
 
 _KEEPING = {
     "MALLOC_ARENA_MAX": "1",
@@ -18,8 +18,8 @@ _KEEPING = {
 """One heap for all threads, from which large tensors come too, and which never shrinks. By default glibc gives a thread
 a heap of its own, in pieces of 64 MiB; what is larger, or freed at its end, goes back to the system, and each of its
 pages is cleared again when a tensor of the next microbatch gets it. It has huge pages (from glibc 2.35 on)."""
-_DECIDING = (*_KEEPING, "LD_PRELOAD")
-"""Variables by which a user may have decided it; one of them is enough."""
+_DECIDING = (*_KEEPING, TORCH_HUGE_PAGES, "LD_PRELOAD")
+"""Variables by which a user may have decided it; one is enough. Torch's huge pages do not go with such a heap."""
 
 
 def memory_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:

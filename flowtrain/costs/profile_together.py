@@ -120,8 +120,11 @@ def line_through(numbers: Sequence[float], seconds: Sequence[float]) -> tuple[fl
     """Return (seconds at 0, seconds per unit) of the line through two points, the smaller number first.
 
     If one of them is negative, which is noise: none at 0, and the line from there through the larger number's point.
+    No units at all (nothing is trained) tell nothing of one unit.
     """
     (fewer, more), (shallow, deep) = numbers, (max(each, 0.0) for each in seconds)
+    if not more:
+        return deep, 0.0
     slope = (deep - shallow) / max(more - fewer, 1)
     fixed = shallow - slope * fewer
     return (fixed, slope) if slope >= 0.0 and fixed >= 0.0 else (0.0, deep / max(more, 1))

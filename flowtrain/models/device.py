@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
-_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """The variable by which torch asks for huge pages where a CPU's tensor is large; it reads it at its first tensor."""
 HUGE_HEAP = "glibc.malloc.hugetlb"
 """The C library's own way (``GLIBC_TUNABLES``): all of its heap has them."""
@@ -30,9 +31,14 @@ def opened_device(choice: str) -> torch.device:
     one that was there before, and the heap grows by a table every few steps.
     """
     device = default_device(choice)
-    if device.type == "cpu" and HUGE_HEAP not in os.environ.get("GLIBC_TUNABLES", ""):
-        os.environ.setdefault(_HUGE_PAGES, "1")
+    if device.type == "cpu" and not _has_huge_or_keeping_heap(os.environ):
+        os.environ.setdefault(TORCH_HUGE_PAGES, "1")
     return device
+
+
+def _has_huge_or_keeping_heap(environ: Mapping[str, str]) -> bool:
+    tunables = dict(each.partition("=")[::2] for each in environ.get("GLIBC_TUNABLES", "").split(":"))
+    return tunables.get(HUGE_HEAP, "0") != "0" or environ.get("MALLOC_MMAP_MAX_") == "0"
 
 
 def device_name(device: torch.device) -> str:

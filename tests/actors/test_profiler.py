@@ -118,6 +118,20 @@ def test_samples_without_images_cannot_measure_an_encoder(profiler: Profiler) ->
         profiler.encoder("vision", [])
 
 
+def test_replicas_are_measured_as_they_reduce_once_a_step(config: RunConfig) -> None:
+    """A simulator has what a reduction takes with each microbatch, where that is configured."""
+    each = config.backbone.model_copy(update={"gradient_reduction": "microbatch"})
+    measured: list[RunConfig] = []
+
+    def backbone(config: RunConfig, now_s: object) -> Any:
+        measured.append(config)
+        return SimpleNamespace(replica_steps=lambda mixes: mixes)
+
+    profiler: Any = SimpleNamespace(_config=config.model_copy(update={"backbone": each}), _backbone=backbone)
+    assert Profiler.replica_steps(profiler, ["mix"], "gradients") == ["mix"]
+    assert (measured[0].backbone.gradient_reduction, measured[0].backbone.sharding) == ("step", "gradients")
+
+
 def test_groups_are_measured_that_can_split_the_backbone(config: RunConfig) -> None:
     run_spec = prepare(config)
     assert _tensor_degrees(run_spec, family_from_config(config), 7) == [2], "4 does not divide the heads"

@@ -22,6 +22,7 @@ from flowtrain.allocator.surrogate import BACKBONE, columns_of
 from flowtrain.config.flow import SchedulerConfig
 from flowtrain.costs.cluster import Cluster, Links
 from flowtrain.costs.model_spec import VisionSpec
+from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.workload import Workload
 from flowtrain.simulator.encoders import EncodedStep
 from flowtrain.types.plan import Degrees
@@ -273,10 +274,17 @@ def test_equal_samples_give_a_monolithic_pipeline_the_formula(place: EncoderPlac
     slowdown=st.floats(0.9, 2.0),
     device=st.sampled_from(["h200", "cpu"]),
     encoder=st.sampled_from([VISION, LARGE]),
+    saved_s=st.sampled_from([0.0, 1.0]),
 )
 def test_equal_samples_give_colocated_devices_the_formula(
-    dp: int, pp: int, slowdown: float, device: str, encoder: VisionSpec
+    dp: int, pp: int, slowdown: float, device: str, encoder: VisionSpec, saved_s: float
 ) -> None:
+    """saved_s: of a step's first backward, a parameter; no more than half of the backward."""
+    with patch.object(Roofline, "first_backward_s", lambda self, trained: saved_s * trained):
+        check_colocated(dp, pp, slowdown, device, encoder)
+
+
+def check_colocated(dp: int, pp: int, slowdown: float, device: str, encoder: VisionSpec) -> None:
     asked = replace(asked_for(even(), encoder=encoder), max_batch_patches={"vision": 1024})
     devices = tuple(replace(each, name=device) for each in asked.cluster.device_types)
     asked = replace(asked, cluster=Cluster(devices))

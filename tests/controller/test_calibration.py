@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -19,9 +20,11 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import dump_resolved, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.calibration import CalibrationReport, _Run, _times_of, _traced, calibrate_runs
-from flowtrain.controller.calibration_fit import WORK, Fit, JoinedPass, Pairs
+from flowtrain.controller.calibration_fit import WORK, Fit
+from flowtrain.controller.calibration_pairs import JoinedPass, Pairs
 from flowtrain.costs.action_times import ActionTimes
 from flowtrain.costs.calibration import FEWEST, Calibration, DeviceTotal
+from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import run_dir
@@ -296,13 +299,39 @@ def test_a_steps_first_backward_is_expected_to_take_less(config: RunConfig) -> N
     stage = fit._partition.stages[0]
     spans = _traced(run.files, run.config)[0].spans
     passes = [span for span in spans if span.name in WORK[:2]]
-    before, head = fit._computing_s(stage, passes)
+    before, head, none = fit._computing_s(stage, passes)
     with patch.object(ActionTimes, "first_backward_s", lambda times, work, backward: 0.25 * backward):
-        after, same = fit._computing_s(stage, passes)
+        after, same, saved = fit._computing_s(stage, passes)
     begin = [span.name for span in passes].index("backward")
-    assert before[begin] > 0.0 and same.tolist() == head.tolist()
-    before[begin] -= 0.25 * (before + head)[begin]
-    assert after.tolist() == before.tolist(), "the others as they are"
+    assert before[begin] > 0.0 and not none.any()
+    assert (after.tolist(), same.tolist()) == (before.tolist(), head.tolist())
+    assert saved[begin] == 0.25 * (before + head)[begin]
+    assert np.count_nonzero(saved) == 1, "the others as they are"
+
+
+def test_a_first_backward_hides_collectives_as_any_other(config: RunConfig) -> None:
+    """As in the simulator: what it saves comes off what is left."""
+    run = _Run.of(write_run(config))
+    step = _traced(run.files, run.config)[0]
+
+    def found(share: float) -> tuple[list[float], float]:
+        fit, pairs, seen = Fit(run.config, run.planned, _times_of(run, None)), Pairs(), list[float]()
+
+        def hidden_by(stage: Stage, spans: Sequence[Span], computing: FloatArray) -> FloatArray:
+            seen.extend(computing.tolist())
+            return np.zeros(len(spans))
+
+        with (
+            patch.object(ActionTimes, "first_backward_s", lambda times, work, backward: share * backward),
+            patch.object(fit, "_collectives_s", hidden_by),
+        ):
+            assert fit.add(step, pairs)
+        fit.end(pairs)
+        return seen, sum(sum(total.parts_s) for total in (*pairs.stages, *pairs.devices))
+
+    (whole, more_s), (same, less_s) = found(0.0), found(0.25)
+    assert whole and same == whole
+    assert less_s < more_s
 
 
 def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: Path) -> None:
@@ -321,6 +350,15 @@ def test_the_command_writes_a_profile_to_plan_with(config: RunConfig, tmp_path: 
     saved = tmp_path / "profile.json"
     again = CliRunner().invoke(app, ["calibrate", str(root), "--save", str(saved)])
     assert again.exit_code == 0 and read_profile(saved).calibration == profile.calibration
+
+
+def test_a_runs_own_profile_of_another_version_does_not_hinder_a_given_one(config: RunConfig, tmp_path: Path) -> None:
+    root, newer = write_run(config), tmp_path / "newer.json"
+    assert CliRunner().invoke(app, ["calibrate", str(root), "--save", str(newer)]).exit_code == 0
+    run_dir(config).profile.write_text('{"schema": 1}')
+    with pytest.raises(ConfigError, match=r"profile.json: schema is 1, .* then calibrate with --profile FILE"):
+        calibrate_runs([root])
+    assert calibrate_runs([root], newer).calibration == read_profile(newer).calibration
 
 
 def test_what_says_nothing_is_refused(config: RunConfig, tmp_path: Path) -> None:

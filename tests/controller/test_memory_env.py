@@ -13,7 +13,7 @@ from flowtrain.controller.memory_env import memory_options
 def test_freed_memory_is_kept_unless_the_environment_decides() -> None:
     variables = memory_options({"PATH": "/bin"})["runtime_env"]["env_vars"]
     assert variables["MALLOC_ARENA_MAX"] == "1" and variables["MALLOC_MMAP_MAX_"] == "0"
-    for name in (*variables, "GLIBC_TUNABLES", "LD_PRELOAD"):
+    for name in (*variables, "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD"):
         assert memory_options({name: "anything"}) == {}
 
 

@@ -122,6 +122,11 @@ def test_a_line_goes_through_the_larger_point_and_is_never_negative(
     assert fixed + slope * (fewer + more) == pytest.approx(max(deep, 0.0))
 
 
+def test_a_line_through_no_units_at_all_says_nothing_of_one() -> None:
+    assert line_through((0, 0), (1e-4, 3e-4)) == (3e-4, 0.0)
+    assert line_through((0.0, 0), (0.0, 3e-4)) == (3e-4, 0.0)
+
+
 def test_two_replicas_cost_what_their_steps_take_more_than_one_alone() -> None:
     alone = ReplicaSteps((100, 300), (1.0, 2.0), (0.5, 0.7))
     shared = ReplicaSteps((100, 300), (1.1, 2.3), (0.7, 0.8), first_s=(0.05, 0.1), last_s=(0.15, 0.4))

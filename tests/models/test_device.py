@@ -19,17 +19,19 @@ def test_large_tensors_of_a_cpu_have_huge_pages_unless_the_user_decides(
     monkeypatch.setenv(name, found or "")  # so that it is put back at the end
     if found is None:
         monkeypatch.delenv(name)
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0:glibc.malloc.check=1")
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     assert opened_device("cpu") == torch.device("cpu")
     assert os.environ[name] == expected
 
 
-def test_torch_does_not_align_large_tensors_in_a_heap_that_has_huge_pages_itself(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_MMAP_MAX_"])
+def test_torch_does_not_align_large_tensors_in_a_heap_that_has_huge_pages_itself_or_keeps_freed_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed tensors would not fit the next ones, and the heap would grow with each few steps."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is put back at the end
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
-    monkeypatch.setenv("GLIBC_TUNABLES", memory_options({})["runtime_env"]["env_vars"]["GLIBC_TUNABLES"])
+    monkeypatch.setenv(name, memory_options({})["runtime_env"]["env_vars"][name])
     assert opened_device("cpu") == torch.device("cpu")
     assert "THP_MEM_ALLOC_ENABLE" not in os.environ

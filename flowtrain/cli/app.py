@@ -197,6 +197,12 @@ def simulate(
         Path | None,
         typer.Option("--trace", help="Write a step of the fastest mode as a Chrome trace.", metavar="FILE.json"),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write a page with the modes, a step of the fastest one and its memory.", metavar="FILE.html"
+        ),
+    ] = None,
 ) -> None:
     """Time the steps of CONFIG's best plan in virtual time; it needs no cluster and starts nothing.
 
@@ -209,7 +215,7 @@ def simulate(
         asked: dict[str, Any] = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
         asked |= {"num_steps": steps, "compare": compare, "encoder_spread": encoder_spread, "losses": lose or ()}
         changes = [*(overrides or ()), *([f"mode={mode}"] if mode is not None else [])]
-        show_simulation(config, changes, asked, as_json, trace)
+        show_simulation(config, changes, asked, as_json, trace, html)
 
 
 @app.command()

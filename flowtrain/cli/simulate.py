@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from flowtrain import api
 from flowtrain.cli.mode_tables import plan_text
 from flowtrain.cli.output_path import check_output_path
+from flowtrain.cli.simulate_page import simulation_page
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.simulation import MOST_ROWS, SimulatedMode, SimulationReport
 from flowtrain.errors import ConfigError
@@ -29,13 +31,17 @@ def simulate(
     asked: dict[str, Any],
     as_json: bool,
     trace: Path | None,
+    html: Path | None,
 ) -> None:
-    """Simulate as ``api.simulate`` does with what was asked, show it, and write a trace; raises ConfigError."""
-    if trace is not None:
-        check_output_path("--trace", trace, (".json",))
+    """Simulate as ``api.simulate`` does with what was asked, show it, write a trace and a page; raises ConfigError."""
+    for option, path, ending in (("--trace", trace, ".json"), ("--html", html, ".html")):
+        if path is not None:
+            check_output_path(option, path, (ending,))
     report = api.simulate(config, overrides, **asked)
     if trace is not None:
-        _write(trace, report.modes[0])
+        _write("--trace", trace, json.dumps(report.modes[0].trace()))
+    if html is not None:
+        _write("--html", html, simulation_page(report, config.stem, _conditions(report), time.time()))
     if as_json:
         print(json.dumps(report.as_record(), allow_nan=False))
         return
@@ -44,6 +50,8 @@ def simulate(
     console.print(_modes(report), _flows(report), chart, facts_table(_facts(report)), sep="\n")
     if trace is not None:
         print(f"trace of a step of {report.modes[0].rating.mode}: {trace}", file=sys.stderr)
+    if html is not None:
+        print(f"page: {html}", file=sys.stderr)
 
 
 def _modes(report: SimulationReport) -> Table:
@@ -100,16 +108,23 @@ def _rank(rank: int, peak_nbytes: int) -> str:
 
 
 def _facts(report: SimulationReport) -> list[tuple[str, str]]:
-    first, planning = report.modes[0], report.planning
-    rates = "data sheets" if planning.profile is None else planning.profile.source
-    devices = ", ".join(f"{each.count} {each.name}" for each in planning.cluster.device_types)
+    first = report.modes[0]
     pp = first.partition.pp_size
     shown = f"the first {MOST_ROWS} of {pp} ranks" if pp > MOST_ROWS else f"{pp} ranks" if pp > 1 else "the only rank"
     signs = f"{FORWARD} forward, {BACKWARD} backward, {STARVED} waits for data, blank waits for other ranks"
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
-        ("devices", f"{devices}, times from {rates}"),
         ("memory", _memory(first)),
+        *_conditions(report),
+    ]
+
+
+def _conditions(report: SimulationReport) -> list[tuple[str, str]]:
+    first, planning = report.modes[0], report.planning
+    rates = "data sheets" if planning.profile is None else planning.profile.source
+    devices = ", ".join(f"{each.count} {each.name}" for each in planning.cluster.device_types)
+    return [
+        ("devices", f"{devices}, times from {rates}"),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *_host(report),
         *report.not_possible.items(),
@@ -134,8 +149,8 @@ def _memory(mode: SimulatedMode) -> str:
     return f"peaks are beside the ranks; the fullest is rank {fullest}: {parts}"
 
 
-def _write(path: Path, mode: SimulatedMode) -> None:
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(json.dumps(mode.trace()), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--trace {path}: the trace cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: it cannot be written: {error.strerror}") from error

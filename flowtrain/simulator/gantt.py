@@ -26,23 +26,25 @@ def text_rows(timeline: Timeline, ranks: range, width: int) -> list[str]:
     rows = []
     for rank in ranks:
         shares = np.zeros((len(_KINDS), width))
-        for kind, start, stop in _spans(timeline, rank):
+        for sign, _, start, stop in rank_spans(timeline, rank):
             inside = np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start)
-            shares[kind] += np.maximum(inside, 0.0)
+            shares[_KINDS.index(sign)] += np.maximum(inside, 0.0)
         shares[-1] = np.maximum(np.diff(edges) - shares[:-1].sum(axis=0), 0.0)
         rows.append("".join(_KINDS[kind] for kind in shares.argmax(axis=0)))
     return rows
 
 
-def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[int, float, float]]:
-    """What a rank does: the index of its sign, start and end."""
+def rank_spans(timeline: Timeline, rank: int) -> Iterator[tuple[str, int, float, float]]:
+    """Yield what a rank does: its sign, the microbatch, start and end in seconds."""
     program = timeline.program
     for op in range(program.first[rank], program.first[rank + 1]):
         start, end = float(timeline.starts[op]), float(timeline.ends[op])
         if program.op[op] == Op.COMPUTE:
-            yield int(program.computations.is_backward[program.index[op]]), start, end
+            number = program.index[op]
+            sign = BACKWARD if program.computations.is_backward[number] else FORWARD
+            yield sign, int(program.computations.microbatch[number]), start, end
         elif program.op[op] == Op.FETCH and end > start:
-            yield _KINDS.index(STARVED), start, end
+            yield STARVED, int(program.fetches.microbatch[program.index[op]]), start, end
 
 
 def trace_events(timeline: Timeline, partition: Partition) -> list[dict[str, Any]]:

@@ -71,6 +71,18 @@ def test_a_trace_has_every_forward_and_backward_of_a_step(tmp_path: Path) -> Non
     assert all(each["dur"] > 0 for each in events)
 
 
+def test_a_page_shows_the_modes_and_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "step.html"
+    result = simulate(*SMALL, "--compare", "--html", str(path))
+    assert result.exit_code == 0 and f"page: {path}" in result.stderr
+    text = path.read_text()
+    modes = [each["mode"] for each in record_of(*SMALL, "--compare")["modes"]]
+    assert len(modes) > 1 and all(f">{mode}<" in text for mode in modes)
+    assert all(f'class="bar k-{name}"' in text for name in ("forward", "backward"))
+    assert ">rank 0<" in text and "optimizer state" in text
+    assert "<script" not in text and "http://" not in text.replace("http://www.w3.org", "")
+
+
 def test_the_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     (mode,) = record_of(*SMALL, "--mode", "decoupled", "--trace", str(path))["modes"]
@@ -90,6 +102,7 @@ def test_the_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
     [
         (("--steps", "1"), "num_steps (--steps) is 1; it must be at least 2"),
         (("--trace", "step.txt"), "--trace step.txt: the ending must be .json"),
+        (("--html", "step.htm"), "--html step.htm: the ending must be .html"),
         (("--mode", "fast"), "fast"),
         (("--mode", "decoupled", "--compare"), "leave one out"),
         (("--lose", "vision"), "losses (--lose) has 'vision'; write MODULE@SECONDS"),

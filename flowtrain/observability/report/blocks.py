@@ -161,8 +161,8 @@ def _legend(lines: Sequence[Line]) -> Markup:
     )
 
 
-def gantt_figure(gantt: Gantt, key: str) -> Markup:
-    """Return a picture of steps with its heading and legend."""
+def gantt_figure(gantt: Gantt, key: str, note: str = "All spans are in trace.json, for ui.perfetto.dev.") -> Markup:
+    """Return a picture of steps with its heading, legend and note."""
     title = steps_text(gantt)
     legend = element(
         "ul",
@@ -182,6 +182,6 @@ def gantt_figure(gantt: Gantt, key: str) -> Markup:
         element("figcaption", element("h3", title), element("span", duration(gantt.duration_s), class_="now")),
         scroll(draw_gantt(gantt, key), f"{title}, picture"),
         legend,
-        element("p", f"{left_out}All spans are in trace.json, for ui.perfetto.dev.", class_="note"),
+        element("p", f"{left_out}{note}", class_="note"),
         class_="wide",
     )

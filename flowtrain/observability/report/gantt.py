@@ -188,6 +188,14 @@ def gantt_of(work: Sequence[Work], steps: Steps, first: int | None = None, last:
     return Gantt(chosen[0], chosen[-1], end_s - start_s, marks, rows, num_left_out)
 
 
+def step_picture(work: Sequence[Work], step: int) -> Gantt:
+    """Return the picture of one step that starts and ends with its work."""
+    start_s, end_s = min(each.start_s for each in work), max(each.end_s for each in work)
+    shown, num_left_out = _shown_actors({each.actor for each in work})
+    rows = _rows([each for each in work if each.actor in shown], shown, start_s, end_s)
+    return Gantt(step, step, end_s - start_s, ((step, end_s - start_s),), rows, num_left_out)
+
+
 def _shown_actors(actors: set[str]) -> tuple[list[str], int]:
     """Order actors by role, and of too many take some of each role at even distances."""
     by_role: dict[str, list[str]] = defaultdict(list)

@@ -178,8 +178,23 @@ footer { color: var(--muted); font-size: .82rem; padding-top: 2.5rem; padding-bo
 """
 
 
-def page(title: str, kicker: str, heading: Content, lead: str, sections: Sequence[Section], now: float) -> str:
-    """Return a page as text. heading: what stands in its h1. now: when it was made, in seconds since the Unix epoch."""
+_HOVER = "Over a chart, the pointer shows values; upright red lines are resumes, restarts, and steps without an update."
+
+
+def page(
+    title: str,
+    kicker: str,
+    heading: Content,
+    lead: str,
+    sections: Sequence[Section],
+    now: float,
+    hover: str = _HOVER,
+) -> str:
+    """Return a page as text.
+
+    heading: what stands in its h1. now: when it was made, in seconds since the Unix epoch. hover: says what the
+    pointer shows.
+    """
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -203,12 +218,9 @@ def page(title: str, kicker: str, heading: Content, lead: str, sections: Sequenc
         ),
         element("nav", element("ul", links), aria_label="Sections"),
         element("main", [_section(each) for each in sections], id="main"),
-        element("footer", element("p", f"Written by FlowTrain at {moment(now)}. Times are UTC. {_HOVER}")),
+        element("footer", element("p", f"Written by FlowTrain at {moment(now)}. Times are UTC. {hover}")),
     )
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
-
-
-_HOVER = "Over a chart, the pointer shows values; upright red lines are resumes, restarts, and steps without an update."
 
 
 def _section(section: Section) -> Markup:

@@ -146,7 +146,7 @@ class BackboneProfiler:
         steps = self.replica_steps(mixes)
         step_s, parameter_s = line_through(steps.num_parameters, steps.beside_s)
         ends_s, ends_parameter_s = line_through(steps.num_parameters, steps.ends_s)
-        _, first_backward_parameter_s = line_through((0.0, steps.num_parameters[1]), (0.0, steps.first_backward_s[1]))
+        trained = steps.num_parameters[1]
         pass_s, pass_forward_share = self._pass_s(mixes)
         return replace(
             times,
@@ -155,7 +155,7 @@ class BackboneProfiler:
             ends_s=ends_s,
             ends_parameter_s=ends_parameter_s,
             ends_forward_share=min(max(steps.first_s[1] / max(steps.ends_s[1], _LEAST_S), 0.0), 1.0),
-            first_backward_parameter_s=first_backward_parameter_s,
+            first_backward_parameter_s=steps.first_backward_s[1] / trained if trained else 0.0,
             pass_s=pass_s,
             pass_forward_share=pass_forward_share,
         )

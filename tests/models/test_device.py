@@ -11,15 +11,18 @@ from flowtrain.controller.memory_env import memory_options
 from flowtrain.models.device import opened_device
 
 
+@pytest.mark.parametrize("tunables", [None, "glibc.malloc.hugetlb=0:glibc.malloc.check=1"])
 @pytest.mark.parametrize(("found", "expected"), [(None, "1"), ("0", "0")])
 def test_large_tensors_of_a_cpu_have_huge_pages_unless_the_user_decides(
-    found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    found: str | None, expected: str, tunables: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "THP_MEM_ALLOC_ENABLE"
     monkeypatch.setenv(name, found or "")  # so that it is put back at the end
     if found is None:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0:glibc.malloc.check=1")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if tunables is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     assert opened_device("cpu") == torch.device("cpu")
     assert os.environ[name] == expected

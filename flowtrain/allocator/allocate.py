@@ -11,6 +11,7 @@ from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAlloca
 from flowtrain.allocator.candidates import Candidate, Enumeration
 from flowtrain.allocator.fixed_split import solve_split
 from flowtrain.allocator.infeasible import infeasible
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, adds_up, levels, production
 from flowtrain.allocator.program.milp import Solution, solve
 from flowtrain.allocator.program.rivals import rivals
@@ -211,10 +212,10 @@ def _why_lost(best: Levels, split: Split) -> str:
     if lost.rate < best.rate * (1.0 - _SAME):
         slower = f"{100 * (1 - lost.rate / best.rate):.1f} % slower"
         if lost.rate < consumed * (1.0 - _SAME):
-            return f"{slower}: the backbone could take {consumed:.4g}, but what is left for encoders starves it"
+            return f"{slower}: the backbone could take {rate_text(consumed)}, but what is left for encoders starves it"
         return f"{slower}: the backbone takes no more than that, and its encoders wait for it"
     if lost.imbalance > best.imbalance + _SAME * best.rate:
-        return f"as fast, but flow imbalance {lost.imbalance:.4g} above {best.imbalance:.4g} samples/s"
+        return f"as fast, but flow imbalance {rate_text(lost.imbalance)} above {rate_text(best.imbalance)} samples/s"
     return f"as fast and as even, but on {lost.devices} devices where {best.devices} do"
 
 

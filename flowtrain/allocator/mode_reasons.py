@@ -14,7 +14,7 @@ AS_FAST = 0.995
 """Share of the best rate from which on a mode counts as fast: predictions are not more exact."""
 CANNOT_RUN = "cannot run"
 """Begins the reason of a mode that no devices could run."""
-_NOTABLE = 0.02
+NOTABLE = 0.02
 """Shares of time below this are not worth a word."""
 _EQUAL = 0.0005
 
@@ -47,6 +47,11 @@ class Contestant:
         return self.candidate.mode
 
 
+def rate_text(rate: float) -> str:
+    """A rate with four digits that count, without an exponent."""
+    return f"{float(f'{rate:.4g}'):,.15g}"
+
+
 def simplicity(mode: Mode) -> int:
     """Place in the order of ``SIMPLER``."""
     return SIMPLER.index(mode) if mode in SIMPLER else len(SIMPLER)
@@ -63,7 +68,7 @@ def why_won(winner: Contestant, others: Sequence[Contestant], *, is_alone: bool 
     else:
         head = f"the fastest, {100 * lead:.1f} % faster than {second.mode}"
     # Modes that are as fast are mostly the same plan with or without a barrier; the next one tells more.
-    slower = next((each for each in others if winner.rate / each.rate - 1.0 >= _NOTABLE), None)
+    slower = next((each for each in others if winner.rate / each.rate - 1.0 >= NOTABLE), None)
     if _are_equal(second, winner) and slower is not None:
         head += f"; {100 * (winner.rate / slower.rate - 1.0):.1f} % faster than {slower.mode}"
     return "; ".join((head, *_costs(winner)))
@@ -101,7 +106,7 @@ def _costs(contestant: Contestant) -> Iterator[str]:
     degrees = candidate.backbone.degrees
     if candidate.mode in ("decoupled", "disaggregated") and candidate.devices > 1:
         yield from _sides(contestant)
-        if contestant.starved > _NOTABLE:
+        if contestant.starved > NOTABLE:
             until = "features" if candidate.mode == "decoupled" else "all features of a step"
             yield f"it waits {contestant.starved:.1%} of its time for {until}"
     elif candidate.mode in ("decoupled", "disaggregated"):
@@ -114,17 +119,19 @@ def _costs(contestant: Contestant) -> Iterator[str]:
         where = f" by layers {_PLACES[candidate.encoder_layers or 'first']}" if degrees.pp > 1 else ""
         yield f"each replica encodes the images of its own microbatches{where}"
     yield from _trial(contestant)
-    if contestant.imbalance > _NOTABLE and degrees.dp > 1:
+    if contestant.imbalance > NOTABLE and degrees.dp > 1:
         yield f"its slowest replica computes {contestant.imbalance:.1%} more than the mean"
 
 
 def _trial(contestant: Contestant) -> Iterator[str]:
     """What trials say."""
     predicted = contestant.predicted
+    if predicted is None:
+        return
     if contestant.was_tried:
-        yield f"trials ran {contestant.rate:.4g} samples/s, {predicted:.4g} were predicted"
-    elif predicted is not None and predicted != contestant.rate:
-        yield f"{predicted:.4g} samples/s are predicted, and corrected by how far trials of like plans were off"
+        yield f"trials ran {rate_text(contestant.rate)} samples/s, {rate_text(predicted)} were predicted"
+    elif predicted != contestant.rate:
+        yield f"{rate_text(predicted)} samples/s are predicted, and corrected by how far trials of like plans were off"
 
 
 def _sides(contestant: Contestant) -> Iterator[str]:
@@ -136,13 +143,13 @@ def _sides(contestant: Contestant) -> Iterator[str]:
     idle = 1.0 - min(taken, given) / max(taken, given)
     if taken <= given:
         yield (
-            f"its backbone's {_devices(backbone.devices)} can take {taken:.4g} samples/s and set the rate; the "
-            f"encoders' {_devices(encoders)} could give {given:.4g} and idle {idle:.1%} of their time"
+            f"its backbone's {_devices(backbone.devices)} can take {rate_text(taken)} samples/s and set the rate; the "
+            f"encoders' {_devices(encoders)} could give {rate_text(given)} and idle {idle:.1%} of their time"
         )
     else:
         yield (
-            f"its encoders' {_devices(encoders)} can give {given:.4g} samples/s and set the rate; the backbone's "
-            f"{_devices(backbone.devices)} could take {taken:.4g}"
+            f"its encoders' {_devices(encoders)} can give {rate_text(given)} samples/s and set the rate; the "
+            f"backbone's {_devices(backbone.devices)} could take {rate_text(taken)}"
         )
 
 
@@ -155,12 +162,12 @@ def _filled(contestant: Contestant) -> Iterator[str]:
     candidate = contestant.candidate
     where = "its only device does" if candidate.devices == 1 else f"all {candidate.devices} devices share"
     cost = max(0.0, 1.0 - candidate.rate_formula / candidate.backbone.rate)
-    if cost < _NOTABLE and candidate.backbone.degrees.pp == 1:
+    if cost < NOTABLE and candidate.backbone.degrees.pp == 1:
         yield f"{where} the vision work, which by formula fits into waits of the backbone"
     else:
         yield f"{where} the vision work, which by formula costs {cost:.1%} of the backbone's own rate"
     drawn = contestant.rate if contestant.predicted is None else contestant.predicted
-    if (lost := 1.0 - drawn / candidate.rate_formula) > _NOTABLE:
+    if (lost := 1.0 - drawn / candidate.rate_formula) > NOTABLE:
         yield f"packed batches are {lost:.1%} slower than the formula"
 
 

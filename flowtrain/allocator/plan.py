@@ -118,12 +118,17 @@ def configured_settings(config: RunConfig) -> BackboneSettings:
     )
 
 
+def feeders_needed(rate: float) -> int:
+    """Return the feeders that read so many samples/s."""
+    return max(1, math.ceil(rate / FEEDER_RATE))
+
+
 def feeders_for(rate: float, num_devices: int) -> int:
     """Return the feeders that a rate in samples/s needs, at most one for each device.
 
     For a very small model, data sheets promise rates at which no node could decode images for its devices.
     """
-    return max(1, min(math.ceil(rate / FEEDER_RATE), num_devices))
+    return min(feeders_needed(rate), num_devices)
 
 
 def requirements(plan: Plan) -> Requirements:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flowtrain.allocator.mode_reasons import CANNOT_RUN
+from flowtrain.allocator.mode_reasons import CANNOT_RUN, rate_text
 from flowtrain.cli.tables import facts_table
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings
@@ -71,4 +71,4 @@ def _rates(report: PlanReport, rating: ModeRating) -> tuple[str, ...]:
     if rating.rate is None:
         return "-", "-", "-", "cannot run" if rating.reason.startswith(CANNOT_RUN) else "does not fit"
     tokens = rating.rate * report.planned.workload.tokens_per_sample
-    return str(rating.devices), f"{rating.rate:.4g}", f"{tokens:,.0f}", f"{rating.rate / report.rate:.1%}"
+    return str(rating.devices), rate_text(rating.rate), f"{tokens:,.0f}", f"{rating.rate / report.rate:.1%}"

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.cli.plan_tables import APART
 from flowtrain.controller.planning.report import PlanReport
 
@@ -57,7 +58,7 @@ def _draw_modes(axes: Axes, report: PlanReport) -> None:
     modes = list(rates)[::-1]
     colors = [RATE_COLOR if mode == report.winner.mode else OTHERS_COLOR for mode in modes]
     bars = axes.barh(modes, [rates[mode] for mode in modes], color=colors)
-    axes.bar_label(bars, [f"{rates[mode]:.4g}" for mode in modes], padding=3)
+    axes.bar_label(bars, [rate_text(rates[mode]) for mode in modes], padding=3)
     axes.set_xlim(0, 1.2 * max(rates.values()))
     axes.set_xlabel("samples/s")
     axes.set_title("modes, by packed batches", loc="left")
@@ -113,13 +114,14 @@ def _draw_best(axes: Axes, found: Allocation, report: PlanReport) -> None:
     """Mark the best split by packed batches, which is the plan if its mode has won."""
     best = next((each for each in report.comparison.ratings if each.mode in APART and each.rate is not None), None)
     modules, by_formula, packed = found.modules, found.rate, ""
-    if best is not None and best.rate_formula is not None:
-        modules, by_formula, packed = best.modules, best.rate_formula, f", {best.predicted:.4g} by packed batches"
+    if best is not None and best.rate_formula is not None and best.predicted is not None:
+        modules, by_formula = best.modules, best.rate_formula
+        packed = f", {rate_text(best.predicted)} by packed batches"
     word = "chosen" if report.winner is best else "best split"
     *encoders, backbone = modules
     axes.plot(backbone.devices, by_formula, "o", color=RATE_COLOR, markersize=9, zorder=5)
     text = "\n".join(
-        [f"{word}: {by_formula:.4g} samples/s{packed}"]
+        [f"{word}: {rate_text(by_formula)} samples/s{packed}"]
         + [f"{each.name} {each.devices}: {each.degrees}" for each in (*encoders, backbone)]
     )
     is_right = backbone.devices > 0.5 * sum(found.budget.values())  # on the side with room below the lines

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flowtrain.allocator.allocation import Allocation, Alternative
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.cli.mode_tables import mode_tables
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
@@ -74,7 +75,7 @@ def _modules(report: PlanReport) -> Table:
             module.encoder if has_types else module.name,
             str(module.degrees),
             f"{module.devices} {module.device_type}" if has_types else str(module.devices),
-            f"{module.production:.4g}",
+            rate_text(module.production),
             f"{module.peak_nbytes / 2**30:.1f} of {module.memory_nbytes / 2**30:.1f}",
             f"{module.mfu:.1%}",
             f"{module.waiting:.1%}",
@@ -107,16 +108,16 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     is_alone = len(report.comparison.ratings) == 1  # otherwise the reason is below the table of modes
     yield "mode", f"{winner.mode}: {winner.reason}" if is_alone else winner.mode
     shared = ", shared" if winner.devices == 1 and len(winner.modules) > 1 else ""
-    by_formula = f"; {winner.rate_formula:.4g} samples/s by formula" if winner.rate_formula is not None else ""
+    by_formula = f"; {rate_text(winner.rate_formula)} samples/s by formula" if winner.rate_formula is not None else ""
     yield (
         "rate",
-        f"{report.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / winner.devices:,.0f} a device, on "
+        f"{rate_text(report.rate)} samples/s, {tokens:,.0f} tokens/s, {tokens / winner.devices:,.0f} a device, on "
         f"{winner.devices} of {counted(report.cluster.num_devices, 'device')}{shared}{by_formula}",
     )
-    if (predicted := winner.predicted) is not None and f"{predicted:.4g}" != f"{report.rate:.4g}":
+    if (predicted := winner.predicted) is not None and rate_text(predicted) != rate_text(report.rate):
         how = "a trial of this very plan" if winner.was_tried else "trials of other plans"
-        yield "", f"the first is by {how}; {predicted:.4g} samples/s are predicted"
-    elif winner.rate_formula is not None and f"{winner.rate_formula:.4g}" != f"{report.rate:.4g}":
+        yield "", f"the first is by {how}; {rate_text(predicted)} samples/s are predicted"
+    elif winner.rate_formula is not None and rate_text(winner.rate_formula) != rate_text(report.rate):
         yield "", "the first is of packed batches: real lengths pack unevenly, and replicas wait for each other"
     *encoders, backbone = winner.modules
     if encoders:
@@ -149,7 +150,8 @@ def _curve(found: Allocation) -> str:
     most = max(rate for _, rate in every)
     bars = "".join(_BARS[min(int(rate / most * len(_BARS)), len(_BARS) - 1)] for _, rate in every)
     return (
-        f"{bars}  samples/s by formula with {every[0][0]} to {every[-1][0]} devices of the backbone, at most {most:.4g}"
+        f"{bars}  samples/s by formula with {every[0][0]} to {every[-1][0]} devices of the backbone, at most "
+        f"{rate_text(most)}"
     )
 
 
@@ -172,7 +174,7 @@ def _alternatives(found: Allocation) -> Table:
     table.add_column("by formula", justify="right")
     table.add_column("why it lost", overflow="fold")
     for each in found.alternatives:
-        table.add_row(_described(each), f"{each.rate:.4g}", each.reason)
+        table.add_row(_described(each), rate_text(each.rate), each.reason)
     return table
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowtrain import api
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
@@ -123,8 +124,8 @@ def _trials(profile: Profile) -> Table:
     for column in ("measured samples/s", "predicted", "measured / predicted"):
         table.add_column(column, justify="right")
     for trial in profile.trials:
-        rates = ", ".join(f"{rate:.4g}" for rate in trial.rates) if trial.measured else "failed"
-        cells = (rates, f"{trial.predicted:.4g}", f"{trial.factor:.3f}")
+        rates = ", ".join(map(rate_text, trial.rates)) if trial.measured else "failed"
+        cells = (rates, rate_text(trial.predicted), f"{trial.factor:.3f}")
         table.add_row(str(trial.plan), *cells)
     return table
 

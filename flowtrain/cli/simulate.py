@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowtrain import api
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.cli.mode_tables import plan_text
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.simulate_page import simulation_page
@@ -65,8 +66,8 @@ def _modes(report: SimulationReport) -> Table:
         table.add_row(
             mode.rating.mode,
             plan_text(mode.rating),
-            f"{mode.rate:.4g}",
-            f"{mode.rating.rate_formula:.4g}",
+            rate_text(mode.rate),
+            rate_text(mode.rating.rate_formula),
             f"{mode.step_s:.4g}",
             f"{mode.mfu:.1%}",
             f"{mode.run.starved:.1%}",
@@ -115,6 +116,7 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
         ("memory", _memory(first)),
+        ("limited by", ", ".join(f"{mode.rating.mode}: {mode.limited_by}" for mode in report.modes)),
         *_conditions(report),
     ]
 
@@ -127,6 +129,7 @@ def _conditions(report: SimulationReport) -> list[tuple[str, str]]:
         ("devices", f"{devices}, times from {rates}"),
         ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *_host(report),
+        *([("feeders", report.feeding)] if report.feeding is not None else ()),
         *report.not_possible.items(),
         *(("note", note) for note in report.notes),
     ]

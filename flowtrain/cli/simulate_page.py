@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.cli.mode_tables import plan_text
 from flowtrain.cli.tables import nbytes_text
 from flowtrain.controller.simulation import SimulatedMode, SimulationReport
@@ -35,7 +36,7 @@ def simulation_page(report: SimulationReport, name: str, facts: Sequence[tuple[s
         Section("memory", "Memory", _memory(first)),
         Section("facts", "Conditions", table("What was simulated", ("", ""), facts)),
     ]
-    lead = f"{first.rating.mode}: {first.rate:.4g} samples/s in virtual time, {first.step_s:.4g} s a step"
+    lead = f"{first.rating.mode}: {rate_text(first.rate)} samples/s in virtual time, {first.step_s:.4g} s a step"
     return page(f"{name}: FlowTrain simulation", "FlowTrain simulation", name, lead, sections, now, _HOVER)
 
 
@@ -55,16 +56,17 @@ def _modes(report: SimulationReport) -> Markup:
     for mode in report.modes:
         assert mode.rating.rate_formula is not None
         numbers = (
-            f"{mode.rate:.4g}",
-            f"{mode.rating.rate_formula:.4g}",
+            rate_text(mode.rate),
+            rate_text(mode.rating.rate_formula),
             f"{mode.tokens_per_s:,.0f}",
             f"{mode.step_s:.4g}",
             f"{mode.mfu:.1%}",
             f"{mode.run.starved:.1%}",
             f"{mode.run.bubble:.1%}",
         )
-        rows.append([mode.rating.mode, plan_text(mode.rating).replace("\n", "; "), *map(number_cell, numbers)])
-    return table("Times of each mode", (*headings, "starved", "bubble"), rows)
+        degrees = plan_text(mode.rating).replace("\n", "; ")
+        rows.append([mode.rating.mode, degrees, *map(number_cell, numbers), mode.limited_by])
+    return table("Times of each mode", (*headings, "starved", "bubble", "limited by"), rows)
 
 
 def _memory(mode: SimulatedMode) -> Markup:

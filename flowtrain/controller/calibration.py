@@ -184,8 +184,8 @@ def _device_of(config: RunConfig, base: Profile | None) -> DeviceType:
     if spec is None:
         name = "its device" if base is None else base.device
         raise ConfigError(
-            f"run {config.name}: no data sheet and no measured times tell what {name} should take; give a profile "
-            "that flowtrain profile measured there (--profile FILE)"
+            f"run {config.name}: no data sheet and no measured times tell what {name} should take; measure there with "
+            "flowtrain profile CONFIG --save FILE, and give --profile FILE"
         )
     return data_sheet_device_type(spec.key, count, dtype=config.model.dtype)
 

@@ -71,16 +71,19 @@ class ProfileReport:
 
 
 class _Clock:
-    """Records how long each measurement took."""
+    """Records how long each measurement took, and tells of each that begins."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
+        self.num_parts: int | None = None
+        """None until the devices are known."""
         self._progress = progress
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
         if self._progress is not None:
-            self._progress(what)
+            part = "" if self.num_parts is None else f" ({len(self.seconds) + 1} of {self.num_parts})"
+            self._progress(f"{what}{part}")
         started_s = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - started_s
@@ -116,9 +119,12 @@ def measure(
         lengths = packed_lengths(workload.microbatch_tokens, _most_tokens(asked, run_spec, workload, kind))
         found = _Measured(config, kind, there, lengths, packed_mixes(workload, lengths), clock)
         refs = {name: _refs(samples, name) for name in config.encoders}
+        degrees = _tensor_degrees(run_spec, family_from_config(config), count)
+        # The data's sizes, devices, backbone and interference; then what only several devices or trials have.
+        clock.num_parts = 4 + len(refs) + (count > 1) + len(degrees) + trials
         found.side_by_side(count, refs)
         found.together(count, refs)
-        for tp in _tensor_degrees(run_spec, family_from_config(config), count):
+        for tp in degrees:
             found.group(tp)
         profile = found.profile(run_spec)
         warnings = profile_warnings(profile, load_average)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from flowtrain.allocator.drawn import drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
+from flowtrain.allocator.mode_reasons import AS_FAST, NOTABLE, simplicity
 from flowtrain.allocator.modes import as_run, host_s
-from flowtrain.allocator.plan import changed_degrees
+from flowtrain.allocator.plan import FEEDER_RATE, changed_degrees, feeders_needed
 from flowtrain.allocator.simulated import partition_of
 from flowtrain.allocator.simulated_flow import FlowCandidate
 from flowtrain.allocator.whole import slowdown_of
@@ -44,6 +45,7 @@ class SimulatedMode:
     rating: ModeRating
     run: FlowRun
     partition: Partition
+    num_feeders: int
     host_s: float = 0.0
     """Seconds of a step that the run's own processes take from its devices, where cores are these; not in ``run``."""
 
@@ -56,6 +58,14 @@ class SimulatedMode:
     def rate(self) -> float:
         """Samples/s."""
         return self.planning.planned.workload.global_batch_size / self.step_s
+
+    @property
+    def limited_by(self) -> str:
+        """The module that sets the rate: the least idle producer if the backbone is starved, otherwise the backbone."""
+        busy = self.run.flow.busy
+        if self.run.starved >= NOTABLE:
+            return max(busy, key=lambda name: busy[name])
+        return "shared devices" if self._shares_devices else "backbone"
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,9 +85,11 @@ class SimulatedMode:
 
     def _with_own_devices(self) -> tuple[Any, ...]:
         """Modules, without encoders that share the backbone's devices."""
-        modules = self.rating.modules
-        shared = sum(module.devices for module in modules) > self.rating.devices
-        return modules[-1:] if shared else modules
+        return self.rating.modules[-1:] if self._shares_devices else self.rating.modules
+
+    @property
+    def _shares_devices(self) -> bool:
+        return sum(module.devices for module in self.rating.modules) > self.rating.devices
 
     @property
     def peak_nbytes(self) -> dict[str, int]:
@@ -117,6 +129,7 @@ class SimulatedMode:
             "mfu": self.mfu,
             "starved": self.run.starved,
             "bubble": self.run.bubble,
+            "limited_by": self.limited_by,
             "peak_nbytes": self.peak_nbytes,
             "flow": asdict(self.run.flow),
             "rank_peak_nbytes": [sum(each.values()) for each in self.rank_memory],
@@ -146,9 +159,24 @@ class SimulationReport:
         return {**unrated, **self.refused}
 
     @property
+    def feeding(self) -> str | None:
+        """Where feeders are too few, how many there are; None if they set no mode's rate."""
+        slow = [
+            f"{mode.rating.mode} ({mode.num_feeders})"
+            for mode in self.modes
+            if mode.limited_by == FEEDERS and feeders_needed(mode.rating.rate_formula or 0.0) > mode.num_feeders
+        ]
+        if not slow:
+            return None
+        return (
+            f"too few in {', '.join(slow)}: each reads {FEEDER_RATE:.0f} samples/s, and the formula does not count "
+            "them; data.num_feeders=N sets another number"
+        )
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the run does and the simulated steps leave out, and where they are not the configuration's own."""
-        planned, found = self.planning.planned, []
+        planned, found = self.planning.planned, list(self._ties())
         if planned.is_run and (changed := changed_degrees(self.planning.plan, planned.config)):
             found.append(
                 f"the plan of {self.planning.winner.mode} changes the backbone's degrees ({' '.join(changed)}); "
@@ -161,6 +189,15 @@ class SimulationReport:
             )
         return tuple(found)
 
+    def _ties(self) -> Iterator[str]:
+        """Which modes are too close to the fastest to tell, and which mode the plan has."""
+        rivals = [mode for mode in self.modes if mode.rating.mode != "llm_only"]
+        fast = [mode.rating.mode for mode in rivals if mode.rate >= AS_FAST * rivals[0].rate]
+        if len(fast) > 1:
+            planned = self.planning.winner.mode
+            why = "the simplest of them" if planned == min(fast, key=simplicity) else "by its own rates"
+            yield (f"{', '.join(fast)} are as fast (within {1.0 - AS_FAST:.1%}); flowtrain plan takes {planned}, {why}")
+
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         return {
@@ -172,6 +209,7 @@ class SimulationReport:
             "cpu_seconds": self.cpu_seconds,
             "modes": [mode.as_record() for mode in self.modes],
             "not_possible": self.not_possible,
+            "feeding": self.feeding,
             "notes": list(self.notes),
         }
 
@@ -195,9 +233,15 @@ def simulate_plan(
     planning = make_report(planned, asked, profile=profile)
     started, started_cpu = time.perf_counter(), time.process_time()
     found, refused = _simulated(planning, num_steps, disturbances)
-    found.sort(key=lambda mode: (mode.rating.mode == "llm_only", -mode.rate))
+    found.sort(key=_place)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
     return SimulationReport(planning, tuple(found), seconds, cpu_seconds, refused)
+
+
+def _place(mode: SimulatedMode) -> tuple[bool, float, int]:
+    """Sorts modes by rate; equals, as they are printed, by simplicity."""
+    name = mode.rating.mode
+    return name == "llm_only", -float(f"{mode.rate:.4g}"), simplicity(name)
 
 
 def loss_of(text: str) -> Loss:
@@ -247,7 +291,8 @@ def _simulated(
             continue
         idle_s = drawn_rate(at, surrogate, candidate, batches, slowdown).idle_s
         lost_s = host_s(at, surrogate, candidate, idle_s)
-        found.append(SimulatedMode(planning, rating, run, partition_of(at, candidate), lost_s))
+        num_feeders = plan.feeder.data_parallel_size
+        found.append(SimulatedMode(planning, rating, run, partition_of(at, candidate), num_feeders, lost_s))
     if not found:
         raise ConfigError("; ".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     return found, refused

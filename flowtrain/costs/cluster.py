@@ -79,7 +79,8 @@ def data_sheet_device_type(
     if spec is None:
         if name.lower() == "cpu":
             raise ConfigError(
-                "--device (cpu) has no data sheet here; measure it by flowtrain profile, plan by --profile"
+                "--device (cpu) has no data sheet here; measure it with flowtrain profile CONFIG --save FILE (with "
+                "model.device=cpu), and give --profile FILE"
             )
         keys = [each.key for each in DEVICES]
         near = difflib.get_close_matches(name.lower(), keys, n=1)

@@ -43,6 +43,9 @@ _ANY_TOKENS = 1 << 40
 OR_NO_PROFILE = "or use no profile (rates are then from data sheets)"
 MEASURE_AGAIN = f"run flowtrain profile again on these devices, {OR_NO_PROFILE}"
 _CALIBRATE_AGAIN = "run flowtrain calibrate again with the measured profile, or remove calibration from this file"
+_OTHER_FIELDS = ("missing", "unexpected_keyword_argument")
+"""Pydantic's names of what is wrong in files of versions that measured less or more."""
+_SHOWN = 3
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds
@@ -300,9 +303,17 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         return TypeAdapter(Profile).validate_python({**values, "source": str(path)})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        if all(fault["type"] in _OTHER_FIELDS for fault in error.errors()):
+            more = [f"{len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+            faults = [*faults[:_SHOWN], *more, "another version may have written it"]
         of_factors = all(fault["loc"][:1] == ("calibration",) for fault in error.errors())
         raise ConfigError(
             f"{path}: {'; '.join(faults)}; {_CALIBRATE_AGAIN if of_factors else MEASURE_AGAIN}"
+        ) from error
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path}: the profile cannot be read, since there is no such file; give its path, write one with flowtrain "
+            f"profile CONFIG --save {path}, {OR_NO_PROFILE}"
         ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -24,7 +24,7 @@ def check_emulated(config: RunConfig) -> None:
         try:
             run.device_type(module)
         except ConfigError as error:
-            text = str(error).replace("--device", "emulated.device")
+            text = str(error).replace("--device", "emulated.device").replace("--profile FILE", "emulated.profile=FILE")
             raise ConfigError.of("emulated.device", FaultCode.VALUE, text) from error
 
 

@@ -78,6 +78,8 @@ class FlowFigures:
     """Seconds that a mean replica waited for data."""
     blocked_s: Mapping[str, float]
     """By encoder: seconds that a mean replica of it had nothing to encode."""
+    busy: Mapping[str, float]
+    """By encoder, and of ``FEEDERS``: share of the second half in which a mean process worked, or was lost."""
     pool_nbytes: int
     """Segments of all encoders."""
     pool_mean_nbytes: float
@@ -144,6 +146,7 @@ class _Simulation:
             for number, group in enumerate(world.encoders)
         ]
         self._training = Training(run, world.backbone)
+        self._taken_at_half: dict[str, tuple[float, float]] = {}
 
     def run(self) -> FlowRun:
         with _rare_collection():
@@ -159,7 +162,14 @@ class _Simulation:
                 encoder.start()
         self._training.start()
         self._settle()
-        while not self._training.is_over:
+        self._run_until(self._world.backbone.num_steps // 2)
+        self._taken_at_half = self._taken_s()
+        self._run_until(self._world.backbone.num_steps)
+
+    def _run_until(self, num_steps: int) -> None:
+        """Go on until so many steps are done."""
+        steps = self._training.steps
+        while len(steps) < num_steps:
             if not self._run.advance():
                 raise self._stuck()
             self._settle()
@@ -194,6 +204,24 @@ class _Simulation:
                     line.wake()
             goes_on = self._training.settle() or run.may_feed or run.has_room or run.may_lease
 
+    def _taken_s(self) -> dict[str, tuple[float, float]]:
+        """By module: seconds until now in which its processes worked or were lost, and with those that they waited."""
+        found = {}
+        for line in self._lines:
+            taken_s = line.busy_s + sum(encoder.down_s for encoder in line.encoders)
+            found[line.group.name] = taken_s, taken_s + line.blocked_s
+        taken_s = sum(feeder.busy_s + feeder.down_s for feeder in self._feeders)
+        found[FEEDERS] = taken_s, len(self._feeders) * self._run.now_s
+        return found
+
+    def _busy(self) -> dict[str, float]:
+        """By module: see ``FlowFigures``."""
+        busy = {}
+        for name, (taken_s, all_s) in self._taken_s().items():
+            before, all_before = self._taken_at_half[name]
+            busy[name] = min((taken_s - before) / (all_s - all_before), 1.0) if all_s > all_before else 0.0
+        return busy
+
     def _stuck(self) -> ConfigError:
         who = max(self._training.readers, key=lambda reader: -reader.unit)
         return ConfigError(
@@ -208,6 +236,7 @@ class _Simulation:
         figures = FlowFigures(
             starved_s=sum(step.starved_s for step in training.steps),
             blocked_s={line.group.name: float(line.blocked_s) / line.group.count for line in self._lines},
+            busy=self._busy(),
             pool_nbytes=sum(line.group.count * line.group.segment_nbytes for line in self._lines),
             pool_mean_nbytes=self._features.mean_nbytes,
             pool_peak_nbytes=self._features.peak_nbytes,

@@ -37,6 +37,14 @@ class Producer(ABC):
         self._is_there = False
         self._life = 0  # processes that it had before; what a lost one was about to do does not happen
         self._index = -1
+        self._down_s = 0.0
+        self._lost_since_s: float | None = None
+
+    @property
+    def down_s(self) -> float:
+        """Seconds between losses and returns so far."""
+        since = self._lost_since_s
+        return self._down_s + (self._run.now_s - since if since is not None else 0.0)
 
     @abstractmethod
     def start(self) -> None:
@@ -44,6 +52,7 @@ class Producer(ABC):
 
     def _join(self, nbytes: int | None, occupancy: Occupancy, feeder: int | None = None) -> None:
         self._is_there = True
+        self._down_s, self._lost_since_s = self.down_s, None
         self._index = self._run.flow.join(self.name, self._node, feeder).process_index
         self._segment = Segment(self._space.gva(Tier.DRAM, self._index, 0), nbytes, occupancy)
         self._run.note_membership()
@@ -53,6 +62,7 @@ class Producer(ABC):
         if not self._is_there:
             return
         self._is_there = False
+        self._lost_since_s = self._run.now_s
         self._life += 1
         self._segment.drop()
         self._run.flow.process_lost(self.name)

@@ -70,6 +70,7 @@ class EncoderLine:
         self.lost = lost
         self.blocked_s = 0.0
         """Seconds that replicas had nothing leased, in all."""
+        self._decoding_s = self._forwarding_s = 0.0
         self._forwarded: set[BatchKey] = set()
         self._variance = math.log1p(spread**2)
         self._random = Random(seed)
@@ -78,6 +79,11 @@ class EncoderLine:
             sum(part.nbytes for part in kind.parts if part.name == group.name) for kind in samples.kinds
         ]
         self.encoders = [VirtualEncoder(self, number, space) for number in range(group.count)]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that replicas worked, in all; they decode beside forwards, and the longer of both counts."""
+        return max(self._decoding_s, self._forwarding_s)
 
     def wait(self, encoder: VirtualEncoder) -> None:
         """Note that a replica waits for a lease."""
@@ -120,8 +126,13 @@ class EncoderLine:
         kinds = job.kinds if is_whole else self.samples.kinds_of(lease.needed)
         return [each[kind] for kind in kinds]
 
+    def note_decoded(self, seconds: float) -> None:
+        """Note a decoded batch."""
+        self._decoding_s += seconds
+
     def note_forwarded(self, batch: EncodeBatch, seconds: float) -> None:
         """Note a finished forward; one that was done before is lost work."""
+        self._forwarding_s += seconds
         key = batch.unit, batch.index
         if key in self._forwarded:
             self.lost.encode_s += seconds
@@ -176,6 +187,7 @@ class VirtualEncoder(Producer):
 
     def _has_decoded(self, job: _Job, life: int) -> None:
         if self._is_alive(life):
+            self._line.note_decoded(self._run.now_s - job.leased_s)
             self._decoded = job
             self._forward()
 

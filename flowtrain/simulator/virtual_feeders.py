@@ -49,6 +49,8 @@ class VirtualFeeder(Producer):
         self._todo: list[tuple[int, str, int]] = []  # parts to put, once there is room for all, with their bytes
         self._needed_nbytes = 0
         self._is_sizing = False
+        self.busy_s = 0.0
+        """Seconds that it worked."""
 
     def start(self) -> None:
         """See ``Producer``."""
@@ -98,10 +100,12 @@ class VirtualFeeder(Producer):
         self._is_sizing = True
         alignment = self._run.alignment
         self._needed_nbytes = sum([-(-nbytes // alignment) * alignment for _, _, nbytes in self._todo])
-        self._run.at(self._run.now_s + num_samples * self._group.sample_s, partial(self._sized, self._life))
+        seconds = num_samples * self._group.sample_s
+        self._run.at(self._run.now_s + seconds, partial(self._sized, self._life, seconds))
 
-    def _sized(self, life: int) -> None:
+    def _sized(self, life: int, seconds: float) -> None:
         if self._is_alive(life):
+            self.busy_s += seconds
             self._is_sizing = False
             self._put()
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flowtrain
+from flowtrain.allocator.mode_reasons import AS_FAST, SIMPLER
 from flowtrain.cli.app import app
 from flowtrain.costs.profile_together import HostCosts
 from tests.profiles import cpu_profile
@@ -46,6 +47,45 @@ def test_all_modes_stand_side_by_side_the_fastest_first() -> None:
         assert set(flow["blocked_s"]) == (set() if each["mode"] in ("llm_only", "monolithic") else {"vision"})
         assert flow["pool_mean_nbytes"] <= flow["pool_peak_nbytes"] <= flow["pool_nbytes"]
         assert flow["lost"] == {"encode_s": 0.0, "num_remade": 0}
+
+
+def test_the_module_that_sets_the_rate_is_named() -> None:
+    def limited_by(source: str, *changes: str) -> str:
+        (mode,) = record_of(source, *changes, "--mode", "decoupled")["modes"]
+        return str(mode["limited_by"])
+
+    few = (str(QUICKSTART), "--devices", "2", "--device", "h200")
+    assert limited_by(*few) == "feeder"
+    text = " ".join(simulate(*few, "--mode", "decoupled").stdout.split())
+    assert "feeders too few in decoupled (2): each reads 400 samples/s" in text
+    even = (*SMALL, "allocator.method=even")
+    assert limited_by(*even) == "backbone", "half of the devices are too many for the encoder"
+    losses = [f"--lose=vision@{second}+90000" for second in range(1, 8)]
+    assert limited_by(*even, *losses, "--lose=vision@120+60") == "vision", "one is left, and then none for a minute"
+    assert limited_by(*even, "--lose=feeder@120+60") == "feeder"
+    assert record_of(*even, "--mode", "decoupled", "--lose=feeder@120+60")["feeding"] is None, "it is enough"
+
+
+def test_nothing_is_cut_on_a_narrow_terminal() -> None:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["simulate", *SMALL, "--compare"])
+    assert result.exit_code == 0 and "…" not in result.stdout
+    assert "limited by" in result.stdout and "colocated: shared devices" in " ".join(result.stdout.split())
+
+
+def test_modes_that_are_as_fast_are_named() -> None:
+    report = flowtrain.simulate(MODELS / "vlm_6b.yaml", ["mode=auto"], devices=16)
+    rates = {mode.rating.mode: mode.rate for mode in report.modes if mode.rating.mode != "llm_only"}
+    fast = [mode for mode, rate in rates.items() if rate >= AS_FAST * max(rates.values())]
+    told = [note for note in report.notes if "are as fast" in note]
+    assert len(told) == (len(fast) > 1)
+    assert all(f"{', '.join(fast)} are as fast" in note for note in told)
+    assert all(f"flowtrain plan takes {report.planning.winner.mode}, " in note for note in told)
+    slow = flowtrain.simulate(QUICKSTART, ["mode=auto"], devices=2, device="h200")
+    assert {mode.limited_by for mode in slow.modes} == {"feeder"}, "so all are as fast, and in the order of simplicity"
+    assert [mode.rating.mode for mode in slow.modes] == [*SIMPLER, "llm_only"]
+    (note,) = (note for note in slow.notes if "are as fast" in note)
+    assert note.endswith(f"flowtrain plan takes {slow.planning.winner.mode}, by its own rates")
+    assert slow.planning.winner.mode != SIMPLER[0]
 
 
 def test_one_mode_is_simulated_by_itself() -> None:

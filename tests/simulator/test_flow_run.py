@@ -45,6 +45,7 @@ def check(record: Record, run: FlowRun, num_positions: int, *, encodes: bool) ->
     begins, ends = [each.begin_s for each in run.steps], [each.end_s for each in run.steps]
     assert begins == [0.0, *ends[:-1]] and ends == sorted(ends)
     assert run.flow.pool_mean_nbytes <= run.flow.pool_peak_nbytes <= run.flow.pool_nbytes
+    assert all(0.0 <= busy <= 1.0 for busy in run.flow.busy.values())
 
 
 @settings(max_examples=40, deadline=None)
@@ -197,6 +198,7 @@ def test_slow_feeders_starve_a_run_and_a_small_segment_slows_them():
     slow = simulate_flow(world_of(samples, simulator, 1, **steps, sample_s=1.0))
     assert slow.step_s == pytest.approx(samples.batch_size * 1.0, rel=0.05)
     assert slow.flow.starved_s > fast.flow.starved_s
+    assert slow.flow.busy["feeder"] == pytest.approx(1.0, rel=0.05) and fast.flow.busy["feeder"] == 0.0
     assert simulate_flow(world_of(samples, simulator, 1, **steps, sample_s=1.0, feeders=6)).step_s < slow.step_s / 4
     # Room for what a lookahead of one unit takes, whatever the lookahead.
     room = fast.flow.feeders_peak_nbytes

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import ray
 
+from flowtrain.allocator.mode_reasons import rate_text
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.doctor.checks import judge
@@ -38,6 +39,7 @@ def examine(config: RunConfig, planning: PlanReport | None = None) -> DoctorRepo
 def _chosen(planning: PlanReport) -> Check:
     winner = planning.winner
     detail = (
-        f"{winner.mode} on {winner.devices} of {planning.cluster.num_devices} devices, {planning.rate:.4g} samples/s"
+        f"{winner.mode} on {winner.devices} of {planning.cluster.num_devices} devices, "
+        f"{rate_text(planning.rate)} samples/s"
     )
     return Check("mode auto has a plan", True, f"{detail}: {winner.reason}")

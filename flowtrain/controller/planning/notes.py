@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.degrees import degree_faults
-from flowtrain.allocator.mode_rating import ModeComparison
+from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
+from flowtrain.allocator.mode_reasons import NOTABLE, rate_text
+from flowtrain.allocator.plan import FEEDER_RATE, feeders_needed
 from flowtrain.config.allocator import PLANNER_CHOICES
 from flowtrain.config.startable import startable_faults
 from flowtrain.controller.planning.planned import Planned
@@ -58,6 +60,7 @@ def notes(
         yield f"{idle} of {cluster.num_devices} devices stay free: no choice that uses them is faster"
     if planned.config.mode != "auto":
         yield f"only mode {winner.mode!r} was planned, {_chosen(planned)}; mode=auto compares all modes"
+    yield from _feeder_notes(winner, plan.feeder.data_parallel_size)
     memory = winner.modules[-1].memory
     if memory is not None and memory.host:
         yield (
@@ -89,24 +92,36 @@ def _chosen(planned: Planned) -> str:
     return f"and of its settings {', '.join(freed)}; allocator.choose=all frees the others"
 
 
+def _feeder_notes(winner: ModeRating, feeders: int) -> Iterator[str]:
+    """What rates leave out: feeders. A trial had its own."""
+    read = feeders * FEEDER_RATE
+    if winner.rate is None or winner.was_tried or read >= winner.rate * (1.0 - NOTABLE):
+        return
+    yield (
+        f"{'1 feeder reads' if feeders == 1 else f'{feeders} feeders read'} {rate_text(read)} samples/s, and the rate "
+        f"needs {feeders_needed(winner.rate)}: a run would wait for its data, as flowtrain simulate shows; "
+        "data.num_feeders=N sets another number"
+    )
+
+
 def _split_notes(allocation: Allocation) -> Iterator[str]:
     if allocation.rate_milp is not None:
         how = "half and half" if allocation.method == "even" else "in proportion to FLOPs"
         yield (
             f"allocator.method ({allocation.method!r}) gave this plan: devices are split {how}, and each side takes "
-            f"its best degrees, as an ablation; milp would give {allocation.rate_milp:.4g} samples/s, "
+            f"its best degrees, as an ablation; milp would give {rate_text(allocation.rate_milp)} samples/s, "
             f"{allocation.rate_milp / allocation.rate:.2f} times as many"
         )
     if allocation.rate_apart is not None:
         yield (
             "encoders and backbone share the one device in turn; with a device for each they would reach "
-            f"{allocation.rate_apart:.4g} samples/s, {allocation.rate_apart / allocation.rate:.2f} times as many"
+            f"{rate_text(allocation.rate_apart)} samples/s, {allocation.rate_apart / allocation.rate:.2f} times as many"
         )
     if allocation.rate_added is not None:
         yield (
             "with an encoder's replicas on several types of devices at once it would be "
-            f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; a "
-            "run cannot do that yet"
+            f"{rate_text(allocation.rate_added)} samples/s, {allocation.rate_added / allocation.rate:.2f} times as "
+            "many; a run cannot do that yet"
         )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+_LOG_LEVEL, _ONLY_FAULTS = "KINETO_LOG_LEVEL", "6"
+"""Below this level the profiler's library prints a line for each start and each stop."""
 
 
 def kept_nbytes(run: Callable[[], object], device: torch.device) -> int:
@@ -20,6 +24,7 @@ def kept_nbytes(run: Callable[[], object], device: torch.device) -> int:
         after = int(backend.memory_allocated(device))
         del held
         return after - int(before)
+    os.environ.setdefault(_LOG_LEVEL, _ONLY_FAULTS)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         held = run()
     del held

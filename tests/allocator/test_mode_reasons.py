@@ -6,7 +6,7 @@ import pytest
 
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.mode_candidate import ModeCandidate
-from flowtrain.allocator.mode_reasons import Contestant, why_lost, why_won
+from flowtrain.allocator.mode_reasons import Contestant, rate_text, why_lost, why_won
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings, Mode
 
@@ -86,3 +86,8 @@ def test_the_only_one_was_asked_for_or_fits() -> None:
     alone = contestant("monolithic")
     assert why_won(alone, [], is_alone=True).startswith("the only mode that was asked for; ")
     assert why_won(alone, []).startswith("the only mode that fits; ")
+
+
+def test_rates_have_four_digits_that_count_and_no_exponent() -> None:
+    rates = (0.012345, 6.0, 54.712, 2193.4, 36_264.9, 1.2e6)
+    assert [rate_text(rate) for rate in rates] == ["0.01235", "6", "54.71", "2,193", "36,260", "1,200,000"]

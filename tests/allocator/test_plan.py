@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from flowtrain.allocator.plan import (
     Requirements,
     feeders_for,
+    feeders_needed,
     fixed_plan,
     from_yaml,
     plan_overrides,
@@ -148,6 +149,7 @@ def test_what_a_plan_says_nothing_of_stays() -> None:
 
 
 def test_a_plan_has_as_many_feeders_as_its_rate_needs() -> None:
+    assert [feeders_needed(rate) for rate in (0.1, 400.0, 400.1, 36_260.0)] == [1, 1, 2, 91]
     assert [feeders_for(rate, 16) for rate in (0.1, 400.0, 400.1, 5000.0, 1e9)] == [1, 1, 2, 13, 16]
     config = make_config().with_plan(replace(fixed_plan(make_config()), feeder=ModulePlan(3)))
     assert config.data.num_feeders == 3 and fixed_plan(config).feeder.data_parallel_size == 3

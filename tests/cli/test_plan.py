@@ -225,6 +225,16 @@ def test_notes_say_what_a_run_would_refuse_or_wait_for() -> None:
     assert report.pool.segments_nbytes >= report.pool.features_nbytes
 
 
+def test_feeders_that_a_rate_leaves_out_are_noted() -> None:
+    def told(*changes: str) -> list[str]:
+        report = flowtrain.plan(QUICKSTART, changes, devices=2)
+        return [note for note in report.notes if "samples/s, and the rate needs" in note]
+
+    (one,), (two,) = told("data.num_feeders=1"), told()
+    assert one.startswith("1 feeder reads 400 samples/s") and two.startswith("2 feeders read 800 samples/s")
+    assert told("data.num_feeders=200") == []
+
+
 def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes(tmp_path: Path) -> None:
     overrides = ["encoders.vision.segment_nbytes=65536", "scheduler.lookahead_steps=1", "data.max_seq_len=512"]
     report = flowtrain.plan(QUICKSTART, overrides, devices=2)

@@ -92,6 +92,32 @@ def test_an_unreadable_profile_is_refused(tmp_path: Path) -> None:
             read_profile(path)
 
 
+def test_a_profile_that_is_not_there_says_how_to_write_one(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with pytest.raises(
+        ConfigError, match=f"no such file; .* flowtrain profile CONFIG --save {path}, or use no profile"
+    ):
+        read_profile(path)
+
+
+def test_a_profile_of_another_version_names_some_of_its_fields(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    values = json.loads(PROFILE.to_json())
+    older = {name: value for name, value in values.items() if name not in ("model", "versions")}
+    newer = {**values, **dict.fromkeys("abcde", 1)}
+    for changed, message in (
+        (older, "model: .*; versions: .*; another version may have written it"),
+        (newer, "a: .*; b: .*; c: .*; 2 more; another version may have written it"),
+    ):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=message):
+            read_profile(path)
+    path.write_text(json.dumps({**values, "heads": None, "a": 1}))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(path)
+    assert "another version" not in str(caught.value), "a value is wrong as well"
+
+
 def test_a_foreign_or_stale_profile_names_everything_that_differs() -> None:
     with pytest.raises(ConfigError) as caught:
         PROFILE.check("NVIDIA A100", {"backbone": {"hidden_size": 5120}, "dtype": "bfloat16"}, {"torch": "2.14.0"})

@@ -38,6 +38,11 @@ def test_a_profile_is_measured_and_planned_from(
     )
     assert result.exit_code == 0, result.stderr
     assert "warning: the load average was 9.0 before measuring began" in result.stdout
+    told = [line.removeprefix("measuring ") for line in result.stderr.splitlines() if line.startswith("measuring ")]
+    parts = ["devices", "encoders.vision", "backbone", "interference", "replicas", "backbone, tp=2", "trials"]
+    assert told[0] == "the data's sizes"
+    for number, part in enumerate(parts, 2):
+        assert f"{part} ({number} of 8)" in told
     assert "2 x cpu" in result.stdout and "backbone, ms a microbatch, tp=2" in result.stdout
     profile = read_profile(saved)
     (trial,) = profile.trials

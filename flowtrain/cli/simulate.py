@@ -19,9 +19,10 @@ from flowtrain.cli.mode_tables import plan_text
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.simulate_page import simulation_page
 from flowtrain.cli.tables import facts_table, nbytes_text
+from flowtrain.controller.planning.notes import only_mode
 from flowtrain.controller.simulation import MOST_ROWS, SimulatedMode, SimulationReport
 from flowtrain.errors import ConfigError
-from flowtrain.simulator.gantt import BACKWARD, FORWARD, STARVED
+from flowtrain.simulator.gantt import BACKWARD, BOTH, FORWARD, STARVED
 
 _NARROWEST = 40
 
@@ -112,10 +113,13 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
     first = report.modes[0]
     pp = first.partition.pp_size
     shown = f"the first {MOST_ROWS} of {pp} ranks" if pp > MOST_ROWS else f"{pp} ranks" if pp > 1 else "the only rank"
-    signs = f"{FORWARD} forward, {BACKWARD} backward, {STARVED} waits for data, blank waits for other ranks"
+    signs = (
+        f"{FORWARD} forward, {BACKWARD} backward, {BOTH} both, {STARVED} waits for data, blank waits for other ranks"
+    )
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
         ("memory", _memory(first)),
+        ("fullest ranks", _fullest(report)),
         ("limited by", ", ".join(f"{mode.rating.mode}: {mode.limited_by}" for mode in report.modes)),
         *_conditions(report),
     ]
@@ -127,7 +131,8 @@ def _conditions(report: SimulationReport) -> list[tuple[str, str]]:
     devices = ", ".join(f"{each.count} {each.name}" for each in planning.cluster.device_types)
     return [
         ("devices", f"{devices}, times from {rates}"),
-        ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
+        *([("planned", alone)] if (alone := only_mode(planning.planned)) is not None else ()),
+        ("simulated", f"{_length(first)}; the second half counts"),
         *_host(report),
         *([("feeders", report.feeding)] if report.feeding is not None else ()),
         *report.not_possible.items(),
@@ -150,6 +155,20 @@ def _memory(mode: SimulatedMode) -> str:
     held = [(name.replace("_", " "), count) for name, count in mode.rank_memory[fullest].items()]
     parts = ", ".join(f"{name} {nbytes_text(count)}" for name, count in held if count)
     return f"peaks are beside the ranks; the fullest is rank {fullest}: {parts}"
+
+
+def _length(mode: SimulatedMode) -> str:
+    return f"{len(mode.run.steps)} steps of packed batches, of {mode.rating.mode} in {mode.run.ends_s[-1]:.4g} s"
+
+
+def _fullest(report: SimulationReport) -> str:
+    """The highest peak of each mode, and what a process may use."""
+    peaks = (
+        f"{mode.rating.mode} {nbytes_text(max(sum(rank.values()) for rank in mode.rank_memory))}"
+        for mode in report.modes
+    )
+    backbone = report.modes[0].rating.modules[-1]
+    return f"{', '.join(peaks)}; a process may use {nbytes_text(backbone.memory_nbytes)} of a device"
 
 
 def _write(option: str, path: Path, text: str) -> None:

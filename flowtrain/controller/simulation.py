@@ -14,7 +14,7 @@ from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
 from flowtrain.allocator.mode_reasons import AS_FAST, NOTABLE, simplicity
 from flowtrain.allocator.modes import as_run, host_s
-from flowtrain.allocator.plan import FEEDER_RATE, changed_degrees, feeders_needed
+from flowtrain.allocator.plan import FEEDER_RATE, changed_degrees
 from flowtrain.allocator.simulated import partition_of
 from flowtrain.allocator.simulated_flow import FlowCandidate
 from flowtrain.allocator.whole import slowdown_of
@@ -34,6 +34,8 @@ MOST_ROWS = 16
 """Ranks in a Gantt chart."""
 DOWN_S = 30.0
 """Seconds until a lost process is back, if nothing else is said: it starts, loads its weights, and joins."""
+_NEVER_IDLE, _NEVER_STARVED = 0.99, 0.002
+"""Shares of time: a producer that works more sets the rate where a replica waits for data longer than the other."""
 _LOSS = re.compile(r"(\w+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 
 
@@ -61,10 +63,11 @@ class SimulatedMode:
 
     @property
     def limited_by(self) -> str:
-        """The module that sets the rate: the least idle producer if the backbone is starved, otherwise the backbone."""
+        """The module that sets the rate: the least idle producer if a replica is starved, otherwise the backbone."""
         busy = self.run.flow.busy
-        if self.run.starved >= NOTABLE:
-            return max(busy, key=lambda name: busy[name])
+        producer = max(busy, key=lambda name: busy[name])
+        if self.run.held_up >= (_NEVER_STARVED if busy[producer] >= _NEVER_IDLE else NOTABLE):
+            return producer
         return "shared devices" if self._shares_devices else "backbone"
 
     @property
@@ -149,6 +152,8 @@ class SimulationReport:
     """Processor time of it, which other processes of the machine do not lengthen by waits."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """By mode: why a plan that fits could not be simulated."""
+    losses: Sequence[Loss] = ()
+    """That were asked for."""
 
     @property
     def not_possible(self) -> dict[str, str]:
@@ -160,23 +165,19 @@ class SimulationReport:
 
     @property
     def feeding(self) -> str | None:
-        """Where feeders are too few, how many there are; None if they set no mode's rate."""
-        slow = [
-            f"{mode.rating.mode} ({mode.num_feeders})"
-            for mode in self.modes
-            if mode.limited_by == FEEDERS and feeders_needed(mode.rating.rate_formula or 0.0) > mode.num_feeders
-        ]
+        """Which modes feeders set the rate of, with their number; None if they set no mode's."""
+        slow = [f"{mode.rating.mode} ({mode.num_feeders})" for mode in self.modes if mode.limited_by == FEEDERS]
         if not slow:
             return None
         return (
-            f"too few in {', '.join(slow)}: each reads {FEEDER_RATE:.0f} samples/s, and the formula does not count "
-            "them; data.num_feeders=N sets another number"
+            f"they set the rate of {', '.join(slow)}: each reads {FEEDER_RATE:.0f} samples/s, and the formula does not "
+            "count them; data.num_feeders=N sets another number"
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the run does and the simulated steps leave out, and where they are not the configuration's own."""
-        planned, found = self.planning.planned, list(self._ties())
+        planned, found = self.planning.planned, [*self._ties(), *self._without_effect()]
         if planned.is_run and (changed := changed_degrees(self.planning.plan, planned.config)):
             found.append(
                 f"the plan of {self.planning.winner.mode} changes the backbone's degrees ({' '.join(changed)}); "
@@ -193,10 +194,25 @@ class SimulationReport:
         """Which modes are too close to the fastest to tell, and which mode the plan has."""
         rivals = [mode for mode in self.modes if mode.rating.mode != "llm_only"]
         fast = [mode.rating.mode for mode in rivals if mode.rate >= AS_FAST * rivals[0].rate]
+        planned = self.planning.winner.mode
+        why = "the simplest of them" if planned == min(fast, key=simplicity, default=None) else "by its own rates"
         if len(fast) > 1:
-            planned = self.planning.winner.mode
-            why = "the simplest of them" if planned == min(fast, key=simplicity) else "by its own rates"
-            yield (f"{', '.join(fast)} are as fast (within {1.0 - AS_FAST:.1%}); flowtrain plan takes {planned}, {why}")
+            yield (
+                f"{', '.join(fast)} are as fast (within {1.0 - AS_FAST:.1%}); with mode=auto flowtrain plan takes "
+                f"{planned}, {why}"
+            )
+        elif fast and planned not in fast:
+            yield f"{fast[0]} is the fastest here; with mode=auto flowtrain plan takes {planned}, {why}"
+
+    def _without_effect(self) -> Iterator[str]:
+        """Losses that no simulated mode had."""
+        for loss in self.losses:
+            ends = [float(mode.run.ends_s[-1]) for mode in self.modes if loss.module in mode.run.flow.busy]
+            asked = f"--lose {loss.module}@{loss.at_s:g} changes nothing"
+            if not ends:
+                yield f"{asked}: no simulated mode has actors of {loss.module}"
+            elif loss.at_s >= max(ends):
+                yield f"{asked}: the simulated steps end after {max(ends):.4g} s; --steps N simulates more"
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -235,7 +251,7 @@ def simulate_plan(
     found, refused = _simulated(planning, num_steps, disturbances)
     found.sort(key=_place)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
-    return SimulationReport(planning, tuple(found), seconds, cpu_seconds, refused)
+    return SimulationReport(planning, tuple(found), seconds, cpu_seconds, refused, disturbances.losses)
 
 
 def _place(mode: SimulatedMode) -> tuple[bool, float, int]:

@@ -310,12 +310,13 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         raise ConfigError(
             f"{path}: {'; '.join(faults)}; {_CALIBRATE_AGAIN if of_factors else MEASURE_AGAIN}"
         ) from error
-    except FileNotFoundError as error:
+    except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ConfigError(
-            f"{path}: the profile cannot be read, since there is no such file; give its path, write one with flowtrain "
-            f"profile CONFIG --save {path}, {OR_NO_PROFILE}"
+            f"{path}: the profile cannot be read: {reason}; give its path, write one with flowtrain profile CONFIG "
+            f"--save FILE, {OR_NO_PROFILE}"
         ) from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: the profile cannot be read ({error}); {MEASURE_AGAIN}") from error
@@ -328,7 +329,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError):
         values = None
     if not isinstance(values, dict) or "schema" not in values:
-        raise ConfigError(f"{path} is not a profile file: flowtrain profile CONFIG --save {path.stem}.json writes one")
+        target = path.with_suffix(".json")
+        raise ConfigError(f"{path} is not a profile file: flowtrain profile CONFIG --save {target} writes one")
     return values
 
 

@@ -14,13 +14,19 @@ from flowtrain.simulator.program import Op
 
 FORWARD, BACKWARD, STARVED, IDLE = "▀▄· "
 """A rank runs a forward or a backward, waits for data, or for another rank."""
+BOTH = "█"
+"""Forwards and backwards of a line of text, which are too short to be told apart."""
+_PART = 0.25
 _KINDS = (FORWARD, BACKWARD, STARVED, IDLE)
 _MICROSECONDS = 1e6
 _GIB = 2**30
 
 
 def text_rows(timeline: Timeline, ranks: range, width: int) -> list[str]:
-    """Return a line of ``width`` characters for each rank; a character shows what takes most of its time."""
+    """Return a line of ``width`` characters for each rank; a character shows what takes most of its time.
+
+    ``BOTH`` where forwards and backwards take at least a quarter of the time each that a rank computes.
+    """
     begin, end = float(timeline.starts.min()), timeline.makespan_s
     edges = np.linspace(begin, end, width + 1)
     rows = []
@@ -30,7 +36,10 @@ def text_rows(timeline: Timeline, ranks: range, width: int) -> list[str]:
             inside = np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start)
             shares[_KINDS.index(sign)] += np.maximum(inside, 0.0)
         shares[-1] = np.maximum(np.diff(edges) - shares[:-1].sum(axis=0), 0.0)
-        rows.append("".join(_KINDS[kind] for kind in shares.argmax(axis=0)))
+        signs = np.array(_KINDS)[shares.argmax(axis=0)]
+        computes = shares[:2].sum(axis=0)
+        is_both = (shares[:2].min(axis=0) >= _PART * computes) & (computes > shares[2:].max(axis=0))
+        rows.append("".join(np.where(is_both, BOTH, signs)))
     return rows
 
 

@@ -42,6 +42,8 @@ class SimulatedStep:
     """After the update."""
     starved_s: float
     """Seconds that replicas wait for data: mean over replicas of each one's slowest rank, as in metrics."""
+    held_up_s: float
+    """Seconds that the replica with the longest waits for data waits; the others wait for it."""
     busy_s: float
     """Seconds that a mean rank computes, or waits for collectives that computing does not hide."""
 
@@ -53,7 +55,7 @@ class SimulatedStep:
         waited = np.bincount(program.fetches.rank, spans, program.num_ranks)
         slowest = waited.reshape(program.num_replicas, -1).max(axis=1)
         starved = float(np.average(slowest, weights=program.stands_for))
-        return cls(begin_s, end_s, starved, program.mean(timeline.busy_s))
+        return cls(begin_s, end_s, starved, float(slowest.max()), program.mean(timeline.busy_s))
 
     @property
     def seconds(self) -> float:
@@ -89,6 +91,12 @@ class SimulatedRun:
         """Share of the second half's time in which replicas wait for data."""
         counted = self._counted
         return sum(step.starved_s for step in counted) / sum(step.seconds for step in counted)
+
+    @property
+    def held_up(self) -> float:
+        """Share of the second half's time in which each step's hungriest replica waits for data."""
+        counted = self._counted
+        return sum(step.held_up_s for step in counted) / sum(step.seconds for step in counted)
 
     @property
     def bubble(self) -> float:

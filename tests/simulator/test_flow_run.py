@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flowtrain.errors import ConfigError
 from flowtrain.flow.idle import IdleTime
 from flowtrain.simulator.flow_run import FEEDERS, Disturbances, FlowRun, Loss, simulate_flow
+from flowtrain.simulator.gantt import BACKWARD, BOTH, FORWARD, text_rows
 from flowtrain.simulator.run import StepWork, simulate
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.run_plan import Mode
@@ -46,6 +47,7 @@ def check(record: Record, run: FlowRun, num_positions: int, *, encodes: bool) ->
     assert begins == [0.0, *ends[:-1]] and ends == sorted(ends)
     assert run.flow.pool_mean_nbytes <= run.flow.pool_peak_nbytes <= run.flow.pool_nbytes
     assert all(0.0 <= busy <= 1.0 for busy in run.flow.busy.values())
+    assert 0.0 <= run.starved <= run.held_up * (1.0 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,6 +206,13 @@ def test_slow_feeders_starve_a_run_and_a_small_segment_slows_them():
     room = fast.flow.feeders_peak_nbytes
     waits = simulate_flow(world_of(samples, simulator, 1, **steps, feeder_nbytes=room, lookahead=3))
     assert waits.flow.feeders_peak_nbytes <= room
+
+
+def test_a_chart_tells_forwards_and_backwards_apart_where_there_is_room():
+    run = simulate_flow(world_of(drawn_samples(Random(4)), simulator_of(1, 1), 1, num_steps=4, patch_s=1e-7))
+    assert text_rows(run.last, range(1), 1) == [BOTH]
+    (line,) = text_rows(run.last, range(1), 400)
+    assert {FORWARD, BACKWARD} <= set(line)
 
 
 def test_uneven_encoders_are_slower_than_even_ones_on_average():

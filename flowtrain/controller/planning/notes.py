@@ -58,8 +58,8 @@ def notes(
         )
     if idle := cluster.num_devices - winner.devices:
         yield f"{idle} of {cluster.num_devices} devices stay free: no choice that uses them is faster"
-    if planned.config.mode != "auto":
-        yield f"only mode {winner.mode!r} was planned, {_chosen(planned)}; mode=auto compares all modes"
+    if (alone := only_mode(planned)) is not None:
+        yield alone
     yield from _feeder_notes(winner, plan.feeder.data_parallel_size)
     memory = winner.modules[-1].memory
     if memory is not None and memory.host:
@@ -80,6 +80,13 @@ def notes(
                 "smaller pool is refused"
             )
     yield from _pool_notes(pool)
+
+
+def only_mode(planned: Planned) -> str | None:
+    """Return which settings the plan of the only mode has; None if all modes are compared."""
+    if planned.config.mode == "auto":
+        return None
+    return f"only mode {planned.config.mode!r} was planned, {_chosen(planned)}; mode=auto compares all modes"
 
 
 def _chosen(planned: Planned) -> str:

@@ -34,6 +34,7 @@ _MODEL_FILE_KEYS = re.compile(
     r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes|network)|data\.num_feeders"
 )
 """Keys that decide a plan in addition to the shapes and samples in the file."""
+_SEGMENT = re.compile(r"encoders\.(\w+)\.segment_nbytes\s*=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Planned:
     known, as for a model file."""
     whole: frozenset[str] = frozenset()
     """Modules whose layers FlowTrain cannot split by tensor parallelism."""
+    own_segments: frozenset[str] = frozenset()
+    """For a model file: encoders whose ``segment_nbytes`` an override sets."""
 
     @property
     def is_run(self) -> bool:
@@ -122,4 +125,6 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
             f"model.freeze ({', '.join(patterns)}): {path} has no parameters' names; name modules (connector, backbone)"
         )
     model = with_frozen_modules(file.model, config.frozen_modules, trains_encoders=config.trains_encoders)
-    return Planned(config, model, workload, f"model file {file.name}", num_devices=None)
+    own = [found[1] for text in overrides if (found := _SEGMENT.match(text.strip())) is not None]
+    source = f"model file {file.name}"
+    return Planned(config, model, workload, source, num_devices=None, own_segments=frozenset(own))

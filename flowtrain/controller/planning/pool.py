@@ -43,10 +43,11 @@ def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
 
 
 def with_room(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
-    """Return the plan; that of a model file, which has no segments of its own, with room for the lookahead."""
+    """Return the plan; that of a model file with room for the lookahead in the segments that no override sets."""
     if planned.is_run:
         return plan
-    return _with_segments(plan, pool_need(planned, plan, devices_per_node).remedy)
+    advised = pool_need(planned, plan, devices_per_node).remedy
+    return _with_segments(plan, {name: size for name, size in advised.items() if name not in planned.own_segments})
 
 
 def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:

@@ -35,7 +35,7 @@ MOST_ROWS = 16
 DOWN_S = 30.0
 """Seconds until a lost process is back, if nothing else is said: it starts, loads its weights, and joins."""
 _NEVER_IDLE, _NEVER_STARVED = 0.99, 0.002
-"""Shares of time: a producer that works more sets the rate where a replica waits for data longer than the other."""
+"""A producer that works more than the first share of its time sets the rate if a replica waits more than the second."""
 _LOSS = re.compile(r"(\w+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
 
 

@@ -19,6 +19,7 @@ from flowtrain.allocator.mode_reasons import (
     AS_FAST,
     CANNOT_RUN,
     Contestant,
+    place,
     simplicity,
     why_bound,
     why_lost,
@@ -86,8 +87,7 @@ def _ratings(
     rivals = [each for each in fitting if each.mode in _contestants(found)]
     best = max(each.rate for each in rivals)
     winner = min((each for each in rivals if each.rate >= AS_FAST * best), key=lambda each: simplicity(each.mode))
-    # Equals, as they are printed, by simplicity.
-    order = sorted(rivals, key=lambda each: (-float(f"{each.rate:.4g}"), simplicity(each.mode)))
+    order = sorted(rivals, key=lambda each: place(each.mode, each.rate))
     others = [each for each in order if each is not winner]
     bound = [each for each in fitting if each not in rivals]
     reasons = [

@@ -12,7 +12,7 @@ from typing import Any
 from flowtrain.allocator.drawn import drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
-from flowtrain.allocator.mode_reasons import AS_FAST, NOTABLE, simplicity
+from flowtrain.allocator.mode_reasons import AS_FAST, NOTABLE, place, simplicity
 from flowtrain.allocator.modes import as_run, host_s
 from flowtrain.allocator.plan import FEEDER_RATE, changed_degrees
 from flowtrain.allocator.simulated import partition_of
@@ -249,15 +249,9 @@ def simulate_plan(
     planning = make_report(planned, asked, profile=profile)
     started, started_cpu = time.perf_counter(), time.process_time()
     found, refused = _simulated(planning, num_steps, disturbances)
-    found.sort(key=_place)
+    found.sort(key=lambda each: (each.rating.mode == "llm_only", place(each.rating.mode, each.rate)))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
     return SimulationReport(planning, tuple(found), seconds, cpu_seconds, refused, disturbances.losses)
-
-
-def _place(mode: SimulatedMode) -> tuple[bool, float, int]:
-    """Sorts modes by rate; equals, as they are printed, by simplicity."""
-    name = mode.rating.mode
-    return name == "llm_only", -float(f"{mode.rate:.4g}"), simplicity(name)
 
 
 def loss_of(text: str) -> Loss:

@@ -34,7 +34,6 @@ _MODEL_FILE_KEYS = re.compile(
     r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes|network)|data\.num_feeders"
 )
 """Keys that decide a plan in addition to the shapes and samples in the file."""
-_SEGMENT = re.compile(r"encoders\.(\w+)\.segment_nbytes\s*=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,6 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
             f"model.freeze ({', '.join(patterns)}): {path} has no parameters' names; name modules (connector, backbone)"
         )
     model = with_frozen_modules(file.model, config.frozen_modules, trains_encoders=config.trains_encoders)
-    own = [found[1] for text in overrides if (found := _SEGMENT.match(text.strip())) is not None]
-    source = f"model file {file.name}"
-    return Planned(config, model, workload, source, num_devices=None, own_segments=frozenset(own))
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    own = frozenset(name for name in config.encoders if f"encoders.{name}.segment_nbytes" in keys)
+    return Planned(config, model, workload, f"model file {file.name}", num_devices=None, own_segments=own)

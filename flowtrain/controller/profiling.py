@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import ray
@@ -17,7 +18,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import RunSpec, prepare, splits_tensors
-from flowtrain.controller.profiling_actors import Profilers
+from flowtrain.controller.profiling_actors import ProfilerLost, Profilers
 from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, mean_steps, slowest_facts
 from flowtrain.controller.profiling_together import OfTwo, measure_interference, measure_two
 from flowtrain.controller.trials import run_trials
@@ -42,7 +43,7 @@ from flowtrain.costs.profile_together import (
     replica_costs,
 )
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError, FaultCode, FlowTrainError
+from flowtrain.errors import ConfigError, FaultCode, FlowTrainError, ResourceError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
@@ -77,16 +78,41 @@ class _Clock:
         self.seconds: dict[str, float] = {}
         self.num_parts: int | None = None
         """None until the devices are known."""
+        self.lost: list[str] = []
+        """What was measured again, and why."""
         self._progress = progress
+        self._part = ""
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        if self._progress is not None:
-            part = "" if self.num_parts is None else f" ({len(self.seconds) + 1} of {self.num_parts})"
-            self._progress(f"{what}{part}")
+        self._part, parts = what, list(self.seconds)
+        number = 1 + (parts.index(what) if what in parts else len(parts))
+        self._tell(what if self.num_parts is None else f"{what} ({number} of {self.num_parts})")
         started_s = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - started_s
+
+    def twice(self, measure: Callable[[], None]) -> None:
+        """Measure, and once more if that loses a process: what was measured before stays.
+
+        Raises ResourceError if it loses one again.
+        """
+        try:
+            measure()
+        except ProfilerLost as error:
+            self.lost.append(f"a process was lost while {self._part} was measured ({error}); it was measured again")
+            self._tell(f"again, since a process was lost in {self._part}: {error}")
+            try:
+                measure()
+            except ProfilerLost as error:
+                raise ResourceError(
+                    f"measuring {self._part} lost a process twice: {error}; Ray's logs of the workers on its node, "
+                    "worker-*.err, tell more"
+                ) from error
+
+    def _tell(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what)
 
 
 def measure(
@@ -122,12 +148,12 @@ def measure(
         degrees = _tensor_degrees(run_spec, family_from_config(config), count)
         # The data's sizes, devices, backbone and interference; then what only several devices or trials have.
         clock.num_parts = 4 + len(refs) + (count > 1) + len(degrees) + trials
-        found.side_by_side(count, refs)
-        found.together(count, refs)
+        clock.twice(partial(found.side_by_side, count, refs))
+        clock.twice(partial(found.together, count, refs))
         for tp in degrees:
-            found.group(tp)
+            clock.twice(partial(found.group, tp))
         profile = found.profile(run_spec)
-        warnings = profile_warnings(profile, load_average)
+        warnings = (*clock.lost, *profile_warnings(profile, load_average))
         if trials:
             with clock("trials"):
                 try:

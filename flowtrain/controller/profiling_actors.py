@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,17 @@ from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.memory_env import memory_options
+from flowtrain.controller.outcomes import Died, Failed, Returned, outcome_of, root_cause_first
 from flowtrain.errors import FlowTrainError, ResourceError
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import CallTimes
+
+_GRACE_S = 5.0
+"""From the first call that fails until the others count as waiting for it: a rank may fail before the one it lost."""
+
+
+class ProfilerLost(ResourceError):
+    """A process that measures is gone. The message is the reason alone."""
 
 
 class Profilers:
@@ -65,23 +74,30 @@ class Profilers:
     def answers(self, calls: Sequence[ray.ObjectRef[Any]], limit_s: float | None = None) -> list[Any]:
         """Wait for actors, by default as long as a start may take.
 
-        Raises ResourceError if one does not answer, otherwise the error that it raised.
+        Raises ProfilerLost if one is gone, ResourceError if one does not answer, otherwise the error that it raised.
         """
         limits = self._config.limits
         key = "start_timeout_s" if limit_s is None else "stall_timeout_s"
         limit_s = limits.start_limit_s if limit_s is None else limit_s
-        try:
-            return ray.get(list(calls), timeout=limit_s)
-        except ray.exceptions.GetTimeoutError as error:
+        ends_s, waiting, failed = time.monotonic() + limit_s, list(calls), dict[ray.ObjectRef[Any], Died | Failed]()
+        while waiting and (left_s := ends_s - time.monotonic()) > 0.0:
+            done, waiting = ray.wait(waiting, timeout=left_s)
+            for call in done:
+                if not isinstance(outcome := outcome_of(call, "a process that measures"), Returned):
+                    ends_s = min(ends_s, time.monotonic() + _GRACE_S)
+                    failed[call] = outcome
+        if failed:
+            first = root_cause_first(failed)[0]
+            if isinstance(outcome := failed[first], Died):
+                raise ProfilerLost(outcome.reason)
+            if isinstance(outcome.error, FlowTrainError):
+                raise outcome.error
+            ray.get(first)  # raises it with the actor's traceback
+        if waiting:
             raise ResourceError(
                 f"measuring took longer than limits.{key} ({limit_s:g} s); raise it, or measure smaller microbatches"
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, FlowTrainError):
-                raise error.cause from error
-            raise
-        except ray.exceptions.RayError as error:  # it died, or Ray killed it for lack of memory
-            raise ResourceError(f"a process that measures was lost: {error}") from error
+            )
+        return ray.get(list(calls))
 
     def measured(self, calls: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Wait for actors that compute; raises as ``answers``."""

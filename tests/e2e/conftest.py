@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,19 @@ from flowtrain.observability.run_dir import RunDir
 from tests.e2e import disturbed
 from tests.prefork import prefork_server
 
+CRASH_CHARS = 6000
+"""Shown of what a worker that crashed wrote."""
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray that the runs of these tests share; their test classes travel by value."""
+    """A local Ray that the runs of these tests share; their test classes travel by value.
+
+    Warns of workers that crashed, with their stacks: runs recover from that, so no test need fail.
+    """
     ray.cloudpickle.register_pickle_by_value(tests)
     with prefork_server() as runtime_env:
-        ray.init(
+        context = ray.init(
             address="local",
             num_cpus=4,
             num_gpus=4,  # no run takes them, since model.device is cpu; for tests of where actors are placed
@@ -27,8 +34,13 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             runtime_env=runtime_env,
         )
+        logs = Path(context.address_info["session_dir"]) / "logs"
         yield
         ray.shutdown()
+    for log in logs.glob("worker-*.err"):
+        _, signal, stack = log.read_text(errors="replace").partition("*** SIG")
+        if signal:
+            warnings.warn(f"{log.name}: {signal}{stack[:CRASH_CHARS]}", stacklevel=1)
 
 
 @pytest.fixture(scope="session")

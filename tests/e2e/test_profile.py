@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import ray
+from ray.actor import ActorHandle
 from typer.testing import CliRunner
 
 from flowtrain import api
 from flowtrain.cli.app import app
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.controller import trials
+from flowtrain.controller.profiling_actors import Profilers
 from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
+from flowtrain.types.plan import Degrees
 from tests.e2e.worlds import World, tiny_config
 
 pytestmark = pytest.mark.e2e
+
+
+def lose_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first tensor parallel group lose a rank as it starts."""
+    started, lost = Profilers.started, list[ActorHandle]()
+
+    @contextmanager
+    def losing(
+        self: Profilers, ranks: Sequence[tuple[int, Degrees]], *, on_one: bool = False
+    ) -> Iterator[list[ActorHandle]]:
+        with started(self, ranks, on_one=on_one) as actors:
+            if ranks[0][1].tp > 1 and not lost:
+                lost.append(actors[1])
+                ray.kill(actors[1])
+            yield actors
+
+    monkeypatch.setattr(Profilers, "started", losing)
 
 
 def test_a_profile_is_measured_and_planned_from(
@@ -26,6 +49,7 @@ def test_a_profile_is_measured_and_planned_from(
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 9.0, 9.0))
     monkeypatch.setattr(trials, "MOST_TRIALS", 1)
     monkeypatch.setattr(trials, "NUM_STEPS", 2)
+    lose_a_rank(monkeypatch)
     world = World(seed=7)
     world.add_mixed(32)
     layers = "encoders.vision.config.num_hidden_layers=3"  # one layer has no strategies, and two compute one
@@ -43,6 +67,8 @@ def test_a_profile_is_measured_and_planned_from(
     assert told[0] == "the data's sizes"
     for number, part in enumerate(parts, 2):
         assert f"{part} ({number} of 8)" in told
+    assert "measuring again, since a process was lost in backbone, tp=2: " in result.stderr
+    assert "warning: a process was lost while backbone, tp=2 was measured (" in result.stdout
     assert "2 x cpu" in result.stdout and "backbone, ms a microbatch, tp=2" in result.stdout
     profile = read_profile(saved)
     (trial,) = profile.trials

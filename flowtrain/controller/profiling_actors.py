@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from flowtrain.controller import cluster
 from flowtrain.controller.memory_env import memory_options
 from flowtrain.controller.outcomes import Died, Failed, Returned, outcome_of, root_cause_first
 from flowtrain.errors import FlowTrainError, ResourceError
+from flowtrain.training.profile_memory import LOG_LEVEL, ONLY_FAULTS
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import CallTimes
 
@@ -52,7 +54,7 @@ class Profilers:
                         "scheduling_strategy": PlacementGroupSchedulingStrategy(
                             group, placement_group_bundle_index=0 if on_one else index
                         ),
-                        **(memory_options() if self.kind == "CPU" else {}),
+                        **(_cpu_options() if self.kind == "CPU" else {}),
                     }
                     actors.append(remote.options(**options).remote(self._config, rank, degrees))
                 yield actors
@@ -102,3 +104,12 @@ class Profilers:
     def measured(self, calls: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Wait for actors that compute; raises as ``answers``."""
         return self.answers(calls, self._config.limits.stall_timeout_s)
+
+
+def _cpu_options() -> dict[str, Any]:
+    """Return Ray's options of an actor that measures a CPU.
+
+    Variables come with the process: Ray's threads read the environment, which must not change meanwhile.
+    """
+    variables = {LOG_LEVEL: os.environ.get(LOG_LEVEL, ONLY_FAULTS)}
+    return {"runtime_env": {"env_vars": variables | memory_options().get("runtime_env", {}).get("env_vars", {})}}

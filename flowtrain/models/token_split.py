@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 # Newer torch warns about the old names.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""For gloo, where the functional gather crashed once in some hours of steps (torch 2.13): the two threads of a group
+write down what they did last without a lock, and that gather's name, ALLGATHER_COALESCED, is too long to be stored in
+place. One thread frees it while the other writes a shorter name there."""
 
 
 def slice_length(num_tokens: int, num_ranks: int) -> int:
@@ -101,7 +106,12 @@ def leave_split_region(partial: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _gather(own: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     """All slices, without the padding after ``num_tokens``."""
-    whole = collectives.wait_tensor(_all_gather(own.flatten(0, -2).contiguous(), 0, (mesh, 0)))
+    rows = own.flatten(0, -2).contiguous()
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+        whole = rows.new_empty(mesh.size() * len(rows), rows.shape[-1])
+        _gather_into(whole, rows, group=mesh.get_group())
+    else:
+        whole = collectives.wait_tensor(_all_gather(rows, 0, (mesh, 0)))
     return whole.view(*own.shape[:-2], -1, own.shape[-1]).narrow(-2, 0, num_tokens)
 
 

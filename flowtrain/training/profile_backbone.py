@@ -97,8 +97,10 @@ class BackboneProfiler:
     def measure(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> BackboneTimes:
         """Return the medians over steps that run ``mixes[mix][length]`` in turn; collective over a tensor group.
 
-        Such a group's ``step_s`` and ``parameter_s`` are 0: those of one rank are known.
+        Of such a group only the times of layers, head, connector and embedding are measured: all else is 0, or absent,
+        since one rank alone tells it.
         """
+        is_alone = self._group.degrees.tp == 1
         losses, found = self._losses(self._configured(mixes[0])), self._steps_by_kind(mixes)
         more_s = _more_losses_s(losses, mixes)[[(WARMUP_STEPS + at) % len(mixes) for at in range(len(found["deep"]))]]
         seconds = {kind: np.array([step.microbatches_s for step in steps]) - more_s for kind, steps in found.items()}
@@ -124,7 +126,7 @@ class BackboneProfiler:
             layers_s=_positive(layers),
             heads_s=_positive(heads),
             connectors_s=_positive(connectors),
-            assembling_s=self._assembling_s(longest),
+            assembling_s=self._assembling_s(longest) if is_alone else 0.0,
             step_s=0.0,
             parameter_s=0.0,
             embeddings_s=_positive(embeddings),
@@ -135,11 +137,11 @@ class BackboneProfiler:
             losses=losses,
             targets=tuple(targets),
             vision_tokens=tuple(vision),
-            strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items()},
+            strategies={word: self._strategy(kind, longest[0]) for word, kind in STRATEGIES.items() if is_alone},
             forward_share=_share(forward_s, float(layers[-1])),
             head_forward_share=head_forward_share,
         )
-        return self._with_steps(times, [by_length[0] for by_length in mixes]) if self._group.degrees.tp == 1 else times
+        return self._with_steps(times, [by_length[0] for by_length in mixes]) if is_alone else times
 
     def _with_steps(self, times: BackboneTimes, mixes: Sequence[Sequence[PlannedSample]]) -> BackboneTimes:
         """Add what a step and a pipeline stage take beside layers and head; ``mixes`` in turn."""

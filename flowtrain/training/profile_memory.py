@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_LOG_LEVEL, _ONLY_FAULTS = "KINETO_LOG_LEVEL", "6"
-"""Below this level the profiler's library prints a line for each start and each stop."""
+LOG_LEVEL, ONLY_FAULTS = "KINETO_LOG_LEVEL", "6"
+"""The variable of a process that counts on a CPU: below this level the profiler prints a line for each start."""
 
 
 def kept_nbytes(run: Callable[[], object], device: torch.device) -> int:
@@ -24,7 +23,6 @@ def kept_nbytes(run: Callable[[], object], device: torch.device) -> int:
         after = int(backend.memory_allocated(device))
         del held
         return after - int(before)
-    os.environ.setdefault(_LOG_LEVEL, _ONLY_FAULTS)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         held = run()
     del held

@@ -101,6 +101,16 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     assert 0.0 <= times.losses.forward_share <= 1.0 and 0.0 <= times.pass_forward_share <= 1.0 and times.pass_s >= 0.0
 
 
+def test_a_tensor_parallel_group_measures_only_what_the_split_changes(profiler: Profiler, config: RunConfig) -> None:
+    measuring = BackboneProfiler(config, family_from_config(config).shallow(2), profiler._group)
+    measuring._group = replace(profiler._group, degrees=Degrees(tp=2))  # one rank that does not know that it is alone
+    mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
+    times = measuring.measure(mixes)
+    for seconds in (times.layers_s, times.heads_s, times.connectors_s, times.embeddings_s):
+        assert len(seconds) == len(mixes[0]) and all(0 < each < 60 for each in seconds)
+    assert not times.strategies and times.assembling_s == times.step_s == times.parameter_s == times.pass_s == 0.0
+
+
 def test_an_encoders_layer_keeps_the_less_the_more_it_computes_again(config: RunConfig) -> None:
     # Of 64 patches: the random state that a recomputed part keeps, 5 kB, outweighs what 4 patches leave.
     sizes = ("config.image_size=112", "config.num_hidden_layers=3", "max_batch_patches=64")

@@ -12,6 +12,7 @@ from flowtrain.controller import profiling_actors
 from flowtrain.controller.profiling import _Clock
 from flowtrain.controller.profiling_actors import ProfilerLost, Profilers
 from flowtrain.errors import DataError, ResourceError
+from flowtrain.training.profile_memory import LOG_LEVEL
 from tests.controller.fake_ray import FakeRay, Ref, died, task_error
 from tests.e2e.worlds import World, tiny_config
 
@@ -63,6 +64,15 @@ def test_an_answer_that_does_not_come_names_the_limit(config: RunConfig, monkeyp
     monkeypatch.setattr(profiling_actors.time, "monotonic", iter(range(0, 10**6, 1000)).__next__)
     with pytest.raises(ResourceError, match=r"longer than limits\.stall_timeout_s \(\d+ s\); raise it, or"):
         Profilers(config, "CPU").measured(refs("early", ...))
+
+
+def test_variables_come_with_the_process_and_a_users_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LOG_LEVEL, raising=False)
+    monkeypatch.setattr(profiling_actors, "memory_options", lambda: {"runtime_env": {"env_vars": {"KEEP": "1"}}})
+    assert profiling_actors._cpu_options()["runtime_env"]["env_vars"] == {LOG_LEVEL: "6", "KEEP": "1"}
+    monkeypatch.setenv(LOG_LEVEL, "0")
+    monkeypatch.setattr(profiling_actors, "memory_options", dict)
+    assert profiling_actors._cpu_options()["runtime_env"]["env_vars"] == {LOG_LEVEL: "0"}
 
 
 def test_what_lost_a_process_is_measured_again_and_the_report_says_so() -> None:

@@ -170,9 +170,8 @@ def test_fsdp_on_top_gives_the_same_gradients(values, sequence_parallel):
         assert norm == pytest.approx(expected_norm, rel=1e-5)
 
 
-REDUCE, GATHER, SCATTER = (
-    f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-)
+REDUCE, SCATTER = (f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor"))
+GATHER, UNSAFE_GATHER = "c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor"
 
 
 def frugal_run(strategies, sequence_parallel):
@@ -183,6 +182,7 @@ def frugal_run(strategies, sequence_parallel):
         with Operators() as operators:
             backbone(**make_batch(), memory=strategy).backward()
         counts = [operators.counts[name] for name in (REDUCE, GATHER, SCATTER)]
+        assert not operators.counts[UNSAFE_GATHER], "two threads of gloo free its name twice"
         results.append((full_gradients(backbone), counts))
     return results
 

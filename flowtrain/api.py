@@ -261,9 +261,11 @@ def profile(
     devices: how many measure at the same time; by default those of the largest node, eight at most.
     trials: also run the plans that look fastest for a few steps, on ``devices`` or all of the cluster's, and correct
         predicted rates by them; with ``mode: auto`` plans of all modes.
-    progress: called with the name of each measurement before it starts, and which one it is of how many, in words.
+    progress: called in words with the name of each measurement before it starts, and which one it is of how many; and
+        with why some are made again.
 
-    Raises ConfigError or DataError if the run could not work, ResourceError if devices are missing.
+    Raises ConfigError or DataError if the run could not work, ResourceError if devices are missing or a process is lost
+    twice.
     """
     resolved = resolve(config, overrides)
     from flowtrain.controller.profiling import measure

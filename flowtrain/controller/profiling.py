@@ -62,7 +62,8 @@ Progress = Callable[[str], None]
 class ProfileReport:
     """A profile and how it was measured.
 
-    num_devices: devices that measured side by side. seconds: time by measurement. warnings: doubts about the profile.
+    num_devices: devices that measured side by side. seconds: time by measurement. warnings: doubts about the profile,
+    and what was measured again.
     """
 
     profile: Profile
@@ -93,22 +94,27 @@ class _Clock:
         self.seconds[what] = time.monotonic() - started_s
 
     def twice(self, measure: Callable[[], None]) -> None:
-        """Measure, and once more if that loses a process: what was measured before stays.
+        """Measure, and once more if a process is lost.
 
-        Raises ResourceError if it loses one again.
+        Raises ResourceError if one is lost again.
         """
         try:
             measure()
+            return
         except ProfilerLost as error:
-            self.lost.append(f"a process was lost while {self._part} was measured ({error}); it was measured again")
-            self._tell(f"again, since a process was lost in {self._part}: {error}")
-            try:
-                measure()
-            except ProfilerLost as error:
-                raise ResourceError(
-                    f"measuring {self._part} lost a process twice: {error}; Ray's logs of the workers on its node, "
-                    "worker-*.err, tell more"
-                ) from error
+            reason = str(error)
+        self.lost.append(
+            f"a process was lost while {self._part} was measured ({reason}); what it measured was measured again"
+        )
+        self._tell(f"again, since a process was lost in {self._part}: {reason}")
+        try:
+            measure()
+        except ProfilerLost as error:
+            raise ResourceError(
+                f"measuring lost a process twice, now in {self._part} (first: {reason}; then: {error}); what it wrote "
+                "is above, and if that is nothing, memory may have run out: measure smaller microbatches, or on fewer "
+                "--devices at once"
+            ) from error
 
     def _tell(self, what: str) -> None:
         if self._progress is not None:
@@ -122,7 +128,7 @@ def measure(
 
     All devices measure the same work at the same time, since training also uses them at the same time. trials: run the
     best plans for a few steps too, on ``num_devices`` devices, by default on all of the cluster. Raises
-    ConfigError or DataError if the run could not work, ResourceError if devices are missing.
+    ConfigError or DataError if the run could not work, ResourceError if devices are missing or a process is lost twice.
     """
     if config.emulation is not None:
         raise ConfigError.of(

@@ -18,7 +18,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.memory_env import memory_options
 from flowtrain.controller.outcomes import Died, Failed, Returned, outcome_of, root_cause_first
-from flowtrain.errors import FlowTrainError, ResourceError
+from flowtrain.errors import CoordinatorLostError, FlowTrainError, ResourceError
 from flowtrain.training.profile_memory import LOG_LEVEL, ONLY_FAULTS
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import CallTimes
@@ -68,6 +68,8 @@ class Profilers:
         echo = remote.options(num_cpus=0).remote()
         try:
             (times,) = self.answers([actor.calls.remote(RayLink(echo))])
+        except CoordinatorLostError as error:  # the link's name for whoever it leads to
+            raise ProfilerLost("the process that it asked is gone, or silent") from error
         finally:
             ray.kill(echo, no_restart=True)
         assert isinstance(times, CallTimes)
@@ -76,7 +78,8 @@ class Profilers:
     def answers(self, calls: Sequence[ray.ObjectRef[Any]], limit_s: float | None = None) -> list[Any]:
         """Wait for actors, by default as long as a start may take.
 
-        Raises ProfilerLost if one is gone, ResourceError if one does not answer, otherwise the error that it raised.
+        Raises ProfilerLost if one is gone, ResourceError if one does not answer or cannot start, otherwise the error
+        that it raised.
         """
         limits = self._config.limits
         key = "start_timeout_s" if limit_s is None else "stall_timeout_s"
@@ -89,11 +92,15 @@ class Profilers:
                     ends_s = min(ends_s, time.monotonic() + _GRACE_S)
                     failed[call] = outcome
         if failed:
-            first = root_cause_first(failed)[0]
+            first = min(root_cause_first(failed), key=lambda call: _lost_peer(failed[call]))
             if isinstance(outcome := failed[first], Died):
                 raise ProfilerLost(outcome.reason)
             if isinstance(outcome.error, FlowTrainError):
                 raise outcome.error
+            if outcome.lost_peer:
+                raise ProfilerLost(f"it lost another rank: {outcome.error}")
+            if isinstance(outcome.error, ray.exceptions.RayError):
+                raise ResourceError(f"a process cannot measure: {outcome.error}") from outcome.error
             ray.get(first)  # raises it with the actor's traceback
         if waiting:
             raise ResourceError(
@@ -104,6 +111,10 @@ class Profilers:
     def measured(self, calls: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Wait for actors that compute; raises as ``answers``."""
         return self.answers(calls, self._config.limits.stall_timeout_s)
+
+
+def _lost_peer(outcome: Died | Failed) -> bool:
+    return isinstance(outcome, Failed) and outcome.lost_peer
 
 
 def _cpu_options() -> dict[str, Any]:

@@ -20,7 +20,7 @@ _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collect
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """For gloo, where the functional gather crashed once in some hours of steps (torch 2.13): the two threads of a group
 write down what they did last without a lock, and that gather's name, ALLGATHER_COALESCED, is too long to be stored in
-place. One thread frees it while the other writes a shorter name there."""
+place. One thread frees it while the other writes a shorter name there. Compiled layers still use it."""
 
 
 def slice_length(num_tokens: int, num_ranks: int) -> int:

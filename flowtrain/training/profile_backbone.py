@@ -97,8 +97,8 @@ class BackboneProfiler:
     def measure(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> BackboneTimes:
         """Return the medians over steps that run ``mixes[mix][length]`` in turn; collective over a tensor group.
 
-        Of such a group only the times of layers, head, connector and embedding are measured: all else is 0, or absent,
-        since one rank alone tells it.
+        Of such a group assembling, memory strategies and what a step or a stage takes are 0, or absent, since one rank
+        alone tells them.
         """
         is_alone = self._group.degrees.tp == 1
         losses, found = self._losses(self._configured(mixes[0])), self._steps_by_kind(mixes)

@@ -47,7 +47,10 @@ class LossTimes:
 
 @dataclass(frozen=True, slots=True)
 class BackboneTimes:
-    """Median seconds of the backbone's modules; ``N`` measured packed lengths, ascending."""
+    """Median seconds of the backbone's modules; ``N`` measured packed lengths, ascending.
+
+    Of a tensor parallel group assembling, strategies and what a step or a stage takes are 0, or absent.
+    """
 
     layers_s: tuple[float, ...]
     """One decoder layer, forward and backward with recomputation; ``[N]``."""

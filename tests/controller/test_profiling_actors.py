@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import profiling_actors
@@ -59,9 +60,22 @@ def test_others_are_not_waited_for_long_once_one_has_failed(config: RunConfig, m
         Profilers(config, "CPU").measured(refs(task_error(ValueError("odd")), ...))
 
 
+def test_a_lost_peer_counts_as_a_loss_unless_another_error_explains_it(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeRay(monkeypatch)
+    missed, odd = task_error(RuntimeError("[gloo/transport/tcp/pair.cc:547] closed")), task_error(ValueError("odd"))
+    with pytest.raises(ProfilerLost, match=r"it lost another rank: \[gloo/transport/tcp/pair.cc:547\] closed"):
+        Profilers(config, "CPU").measured(refs(missed, missed))
+    with pytest.raises(ValueError, match="remote traceback"):
+        Profilers(config, "CPU").measured(refs(missed, odd))
+    with pytest.raises(ResourceError, match="a process cannot measure: System error: no such environment"):
+        Profilers(config, "CPU").measured(refs(ray.exceptions.RaySystemError("no such environment")))
+
+
 def test_an_answer_that_does_not_come_names_the_limit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRay(monkeypatch)
-    monkeypatch.setattr(profiling_actors.time, "monotonic", iter(range(0, 10**6, 1000)).__next__)
+    monkeypatch.setattr(profiling_actors.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
     with pytest.raises(ResourceError, match=r"longer than limits\.stall_timeout_s \(\d+ s\); raise it, or"):
         Profilers(config, "CPU").measured(refs("early", ...))
 
@@ -92,10 +106,12 @@ def test_what_lost_a_process_is_measured_again_and_the_report_says_so() -> None:
     again = "again, since a process was lost in replicas: it crashed"
     begun = ["backbone (2 of 8)", "replicas (3 of 8)"]
     assert told == ["devices (1 of 8)", *begun, again, *begun], "parts keep their numbers"
-    assert clock.lost == ["a process was lost while replicas was measured (it crashed); it was measured again"]
+    lost = "a process was lost while replicas was measured (it crashed); what it measured was measured again"
+    assert clock.lost == [lost]
     assert list(clock.seconds) == ["devices", "backbone", "replicas"]
     losses += [ProfilerLost("it crashed again"), ProfilerLost("it crashed")]
-    with pytest.raises(ResourceError, match=r"replicas lost a process twice: it crashed again; Ray's logs .* tell"):
+    twice = r"twice, now in replicas \(first: it crashed; then: it crashed again\); .* measure smaller microbatches"
+    with pytest.raises(ResourceError, match=twice):
         clock.twice(measure)
 
 

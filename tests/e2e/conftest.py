@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from flowtrain.observability.run_dir import RunDir
 from tests.e2e import disturbed
 from tests.prefork import prefork_server
 
+CRASH = re.compile(r"\*\*\* SIG(SEGV|ABRT|BUS|FPE|ILL) received")
 CRASH_CHARS = 6000
 """Shown of what a worker that crashed wrote."""
 
@@ -38,9 +40,9 @@ def ray_cluster() -> Iterator[None]:
         yield
         ray.shutdown()
     for log in logs.glob("worker-*.err"):
-        _, signal, stack = log.read_text(errors="replace").partition("*** SIG")
-        if signal:
-            warnings.warn(f"{log.name}: {signal}{stack[:CRASH_CHARS]}", stacklevel=1)
+        text = log.read_text(errors="replace")
+        if crash := CRASH.search(text):
+            warnings.warn(f"{log.name}: {text[crash.start() :][:CRASH_CHARS]}", stacklevel=1)
 
 
 @pytest.fixture(scope="session")

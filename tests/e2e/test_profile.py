@@ -69,6 +69,7 @@ def test_a_profile_is_measured_and_planned_from(
         assert f"{part} ({number} of 8)" in told
     assert "measuring again, since a process was lost in backbone, tp=2: " in result.stderr
     assert "warning: a process was lost while backbone, tp=2 was measured (" in result.stdout
+    assert result.stdout.count("was lost") == result.stderr.count("was lost") == 1
     assert "2 x cpu" in result.stdout and "backbone, ms a microbatch, tp=2" in result.stdout
     profile = read_profile(saved)
     (trial,) = profile.trials

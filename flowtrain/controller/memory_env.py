@@ -22,12 +22,17 @@ _DECIDING = (*_KEEPING, TORCH_HUGE_PAGES, "LD_PRELOAD")
 """Variables by which a user may have decided it; one is enough. Torch's huge pages do not go with such a heap."""
 
 
-def memory_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return Ray's options of an actor that computes on a CPU and keeps freed memory for its next tensors.
+def memory_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a process that computes on a CPU and keeps freed memory for its next tensors.
 
-    environ: of the process that starts it; by default this one's. None of the options are there if that decides itself.
+    environ: of the process that starts it; by default this one's. None of the variables are there if that decides
+    itself.
     """
     environ = os.environ if environ is None else environ
-    if any(name in environ for name in _DECIDING):
-        return {}
-    return {"runtime_env": {"env_vars": dict(_KEEPING)}}
+    return {} if any(name in environ for name in _DECIDING) else dict(_KEEPING)
+
+
+def memory_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return Ray's options of an actor with ``memory_variables``; none if there are no variables."""
+    variables = memory_variables(environ)
+    return {"runtime_env": {"env_vars": variables}} if variables else {}

@@ -86,7 +86,7 @@ def root_cause_first(outcomes: Mapping[_Key, Outcome]) -> list[_Key]:
         outcome = outcomes[key]
         if isinstance(outcome, Died):
             return 0
-        if isinstance(outcome, Failed) and isinstance(outcome.error, OtherRankFailedError):
+        if isinstance(outcome, Failed) and (outcome.lost_peer or isinstance(outcome.error, OtherRankFailedError)):
             return 3
         return 1 if isinstance(outcome, Failed) and isinstance(outcome.error, FlowTrainError) else 2
 

@@ -73,7 +73,7 @@ class ProfileReport:
 
 
 class _Clock:
-    """Records how long each measurement took, and tells of each that begins."""
+    """Records how long each measurement took, tells of each that begins, and makes again what lost a process."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}

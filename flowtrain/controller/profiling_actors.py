@@ -16,7 +16,7 @@ from flowtrain.actors.link import RayLink
 from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
-from flowtrain.controller.memory_env import memory_options
+from flowtrain.controller.memory_env import memory_variables
 from flowtrain.controller.outcomes import Died, Failed, Returned, outcome_of, root_cause_first
 from flowtrain.errors import CoordinatorLostError, FlowTrainError, ResourceError
 from flowtrain.training.profile_memory import LOG_LEVEL, ONLY_FAULTS
@@ -92,7 +92,7 @@ class Profilers:
                     ends_s = min(ends_s, time.monotonic() + _GRACE_S)
                     failed[call] = outcome
         if failed:
-            first = min(root_cause_first(failed), key=lambda call: _lost_peer(failed[call]))
+            first = root_cause_first(failed)[0]
             if isinstance(outcome := failed[first], Died):
                 raise ProfilerLost(outcome.reason)
             if isinstance(outcome.error, FlowTrainError):
@@ -113,14 +113,10 @@ class Profilers:
         return self.answers(calls, self._config.limits.stall_timeout_s)
 
 
-def _lost_peer(outcome: Died | Failed) -> bool:
-    return isinstance(outcome, Failed) and outcome.lost_peer
-
-
 def _cpu_options() -> dict[str, Any]:
     """Return Ray's options of an actor that measures a CPU.
 
     Variables come with the process: Ray's threads read the environment, which must not change meanwhile.
     """
-    variables = {LOG_LEVEL: os.environ.get(LOG_LEVEL, ONLY_FAULTS)}
-    return {"runtime_env": {"env_vars": variables | memory_options().get("runtime_env", {}).get("env_vars", {})}}
+    quiet = {LOG_LEVEL: os.environ.get(LOG_LEVEL, ONLY_FAULTS)}
+    return {"runtime_env": {"env_vars": quiet | memory_variables()}}

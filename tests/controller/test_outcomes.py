@@ -107,3 +107,11 @@ def test_the_cause_comes_before_what_it_caused() -> None:
         "feeder": Returned(),
     }
     assert root_cause_first(outcomes)[:2] == ["rank 2", "rank 1"]
+
+
+def test_an_error_comes_before_what_gloo_says_of_its_rank() -> None:
+    outcomes: dict[str, Outcome] = {
+        "rank 0": Failed(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")),
+        "rank 1": Failed(ValueError("a shape is odd")),
+    }
+    assert root_cause_first(outcomes) == ["rank 1", "rank 0"]

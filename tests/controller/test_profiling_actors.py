@@ -82,10 +82,10 @@ def test_an_answer_that_does_not_come_names_the_limit(config: RunConfig, monkeyp
 
 def test_variables_come_with_the_process_and_a_users_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LOG_LEVEL, raising=False)
-    monkeypatch.setattr(profiling_actors, "memory_options", lambda: {"runtime_env": {"env_vars": {"KEEP": "1"}}})
+    monkeypatch.setattr(profiling_actors, "memory_variables", lambda: {"KEEP": "1"})
     assert profiling_actors._cpu_options()["runtime_env"]["env_vars"] == {LOG_LEVEL: "6", "KEEP": "1"}
     monkeypatch.setenv(LOG_LEVEL, "0")
-    monkeypatch.setattr(profiling_actors, "memory_options", dict)
+    monkeypatch.setattr(profiling_actors, "memory_variables", dict)
     assert profiling_actors._cpu_options()["runtime_env"]["env_vars"] == {LOG_LEVEL: "0"}
 
 

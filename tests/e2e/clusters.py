@@ -23,6 +23,7 @@ from ray.job_submission import JobSubmissionClient
 from ray.util.state import StateApiClient
 from ray.util.state.common import ActorState, ListApiOptions, StateResource
 
+from flowtrain.observability.files import read_json_lines
 from tests.e2e.processes import LOG_TAIL, Process, processes, shared_memory_of
 
 BIN = Path(sys.executable).parent
@@ -268,5 +269,5 @@ def _environment_of(pid: int) -> bytes:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one a line; none while there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The objects of a file, as ``disturbed.json_lines`` reads them; none while there is no file."""
+    return list(read_json_lines(path)) if path.exists() else []

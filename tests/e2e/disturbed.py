@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config.run import RunConfig
+from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir
 from tests.e2e.processes import driver
@@ -83,7 +84,8 @@ def run_undisturbed(config: RunConfig, log: Path) -> RunDir:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The objects of a file, which somebody may be writing: a reader can see a part of the line that comes last."""
+    return list(read_json_lines(path))
 
 
 def exact_metrics(run: RunDir) -> list[dict[str, Any]]:

@@ -560,6 +560,7 @@ def test_a_wait_that_is_too_long_names_what_it_waits_for() -> None:
     link.ready.clear()
     limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.05)
     with prefetcher(link, limits=limits) as fetching:
+        wait_for(lambda: not fetching._plans.empty())
         fetching.next_plan()
         with pytest.raises(StallError, match=r"rank waited .* unit 0, slot 0 waits for the moon"):
             fetching.next_microbatch()
@@ -759,10 +760,12 @@ def test_the_leader_says_what_its_replica_waits_for() -> None:
     with replica(link, tp=2, limits=limits) as ranks:
         leader, other = ranks
         waiting = Background(other.next_microbatch)
+        wait_for(lambda: not leader._plans.empty())
         leader.next_plan()
         with pytest.raises(StallError, match=r"rank waited .* unit 0, slot 0 waits for the moon"):
             leader.next_microbatch()
         assert waiting.is_running, "its limit is a later one"
         link.make_ready(*[(0, slot) for slot in range(3)])
+        wait_for(lambda: not leader._microbatches.empty())
         assert Background(leader.next_microbatch).join().slot == waiting.join().slot == 0
     assert all(call[0] != "describe_wait" or call[1:] == (0, 0, REPLICA) for call in link.calls)

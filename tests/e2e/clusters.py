@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -12,16 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ray.job_submission import JobSubmissionClient
 from ray.util.state import StateApiClient
 from ray.util.state.common import ActorState, ListApiOptions, StateResource
+from ray.util.state.exception import RayStateApiException
 
 from flowtrain.observability.files import read_json_lines
 from tests.e2e.processes import LOG_TAIL, Process, processes, shared_memory_of
@@ -31,6 +34,10 @@ NUM_CPUS = 4
 START_LIMIT_S = 300.0
 COMMAND_LIMIT_S = 600.0
 END_LIMIT_S = 120.0
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to who asks for any, so that nobody is given one before its server binds it."""
+NOT_ANSWERED = (OSError, HTTPException, RayStateApiException)
+"""Errors of a server that is not up yet, or no longer. URLError is an OSError, as is a connection that was cut."""
 
 
 def wait_until(happened: Callable[[], bool], limit_s: float, problem: Callable[[], str], poll_s: float = 0.1) -> None:
@@ -56,7 +63,7 @@ class Cluster:
         self._token_file = directory / "token"
         self._token_file.write_text(self.token)
         dashboard, agent, client = free_ports(3)
-        self.url = f"http://127.0.0.1:{dashboard}"
+        self.url, self._agent_url = (f"http://127.0.0.1:{port}" for port in (dashboard, agent))
         command = [str(BIN / "ray"), "start", "--head", "--block", "--num-cpus", str(NUM_CPUS), "--port", "0"]
         command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
         command += ["--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)]
@@ -74,17 +81,19 @@ class Cluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token_file or self._token_file),
             "RAY_metrics_report_interval_ms": "1000",
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{START_LIMIT_S:g}",
             **self._variables,
         }
 
     def wait_until_up(self) -> None:
-        """Wait for dashboard and state API."""
+        """Wait for dashboard and state API, and for the node's agent, which comes later and starts jobs."""
 
         def is_up() -> bool:
             assert self._ray.poll() is None, self._report("ray start ended")
             try:
+                fetch(f"{self._agent_url}/api/local_raylet_healthz", self.headers())
                 return json.loads(self.get("/api/version")) is not None and self.actors() is not None
-            except (urllib.error.URLError, ConnectionError):
+            except NOT_ANSWERED:
                 return False
 
         wait_until(is_up, START_LIMIT_S, lambda: self._report("the cluster is not up"), poll_s=0.3)
@@ -127,8 +136,8 @@ class Cluster:
         for target in (target for group in discovery for target in group["targets"]):
             try:
                 page = fetch(f"http://{target}/metrics")
-            except urllib.error.URLError:
-                continue  # Ray lists targets that have nothing to offer
+            except NOT_ANSWERED:
+                continue  # Ray lists targets that have nothing to offer, and some of another Ray, which may end
             for line in page.splitlines():
                 if line.startswith("ray_flowtrain_"):
                     values[line.partition("{")[0]] = float(line.rpartition(" ")[2])
@@ -253,12 +262,18 @@ def fetch(url: str, headers: dict[str, str] | None = None) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; held all at once, so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """Different ports that nobody listens on."""
+    return list(islice(filter(is_free, random.SystemRandom().sample(PORTS, len(PORTS))), count))
+
+
+def is_free(port: int) -> bool:
+    """Whether a server may listen on a port of this machine."""
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _environment_of(pid: int) -> bytes:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +56,18 @@ def shared_memory_of(pids: set[int]) -> set[str]:
     names: set[str] = set()
     for pid in pids:
         try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+            held = [Path(f"/proc/{pid}/maps").read_text(), *links_of(pid)]
         except OSError:
             continue  # it ended in between
-        names.update(re.findall(r"/memfd:flowtrain-\S+|/dev/shm/\S+", "\n".join([maps, *links])))
+        names.update(re.findall(r"/memfd:flowtrain-\S+|/dev/shm/\S+", "\n".join(held)))
     return names
+
+
+def links_of(pid: int) -> Iterator[str]:
+    """What a process has open; files that it closes meanwhile are left out."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield os.readlink(link)
 
 
 class Driver:

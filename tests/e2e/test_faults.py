@@ -59,7 +59,7 @@ class HangingEncoder(Encoder):
 def test_an_encoder_that_hangs_after_the_last_step_is_a_warning(
     data: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = config_of(data, "hanging", "limits.stop_timeout_s=2")
+    config = config_of(data, "hanging", "limits.stop_timeout_s=5")
     summary = run_training(config, classes=ActorClasses(encoder=HangingEncoder))
     assert summary.step == 4 and summary.checkpoint is not None and not summary.stopped
     assert checkpoints_of(run_dir(config)) == ["step-00000004"]

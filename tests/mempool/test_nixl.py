@@ -147,7 +147,7 @@ def test_a_killed_owner_is_lost(peers: Net) -> None:
 
 
 def test_an_owner_that_hangs_is_given_up_and_its_late_bytes_do_no_harm(peers: Net) -> None:
-    hanging, other, reader = peers.owner(0, 16 << 20), peers.owner(4, 16 << 20), peers.reader(8, timeout_s=0.5)
+    hanging, other, reader = peers.owner(0, 16 << 20), peers.owner(4, 16 << 20), peers.reader(8, timeout_s=3.0)
     part, others = hanging.put(1, 8 << 20), other.put(2, 8 << 20)
     reader.get(hanging.put(3, 1000))
     os.kill(hanging.process.pid or 0, signal.SIGSTOP)

@@ -61,6 +61,13 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.close()
+    for each in exchange_threads():  # so that the next test counts its own
+        each.join(LIMIT_S)
+
+
+def exchange_threads() -> list[threading.Thread]:
+    """Threads of this process that wait for readers or serve one."""
+    return [each for each in threading.enumerate() if each.name == "exchange"]
 
 
 def payload(seed: int, nbytes: int) -> np.ndarray:
@@ -241,7 +248,7 @@ def test_an_owner_that_could_not_take_a_connection_takes_later_ones(
 
 def test_close_ends_the_owners_threads(world: World) -> None:
     world.reader.get(world.owners[0].put(b"a" * 100))
-    served: list[threading.Thread] = [each for each in threading.enumerate() if each.name == "exchange"]
+    served = exchange_threads()
     assert len(served) == 3, "two owners wait for readers, one serves a reader"
     world.close()
     for each in served:

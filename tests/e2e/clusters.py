@@ -263,10 +263,10 @@ def fetch(url: str, headers: dict[str, str] | None = None) -> str:
 
 def free_ports(count: int) -> list[int]:
     """Different ports that nobody listens on."""
-    return list(islice(filter(is_free, random.SystemRandom().sample(PORTS, len(PORTS))), count))
+    return list(islice(filter(_is_free, random.SystemRandom().sample(PORTS, len(PORTS))), count))
 
 
-def is_free(port: int) -> bool:
+def _is_free(port: int) -> bool:
     """Whether a server may listen on a port of this machine."""
     with socket.socket() as tried:
         try:

@@ -56,14 +56,14 @@ def shared_memory_of(pids: set[int]) -> set[str]:
     names: set[str] = set()
     for pid in pids:
         try:
-            held = [Path(f"/proc/{pid}/maps").read_text(), *links_of(pid)]
+            held = [Path(f"/proc/{pid}/maps").read_text(), *_links_of(pid)]
         except OSError:
             continue  # it ended in between
         names.update(re.findall(r"/memfd:flowtrain-\S+|/dev/shm/\S+", "\n".join(held)))
     return names
 
 
-def links_of(pid: int) -> Iterator[str]:
+def _links_of(pid: int) -> Iterator[str]:
     """What a process has open; files that it closes meanwhile are left out."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
